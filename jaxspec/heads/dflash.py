@@ -28,9 +28,9 @@ from jaxspec.core.records import KV, Cache, Window
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.network import Frozen, HeadNetwork
 from jaxspec.models.execution import Execution
-from jaxspec.models.layers import look_up, matmul, rotation
+from jaxspec.models.layers import look_up, matmul, project, rotation
 from jaxspec.models.rows import rms_norm
-from jaxspec.models.transformer_block import TransformerBlock, project
+from jaxspec.models.transformer_block import TransformerBlock
 
 
 class Convolutions(nnx.Module):

@@ -22,9 +22,9 @@ from jaxspec.core.records import KV, Cache, Window
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import Frozen, HeadNetwork
 from jaxspec.models.execution import Execution
-from jaxspec.models.layers import matmul, rotation
+from jaxspec.models.layers import matmul, project, rotation
 from jaxspec.models.rows import rms_norm
-from jaxspec.models.transformer_block import TransformerBlock, project
+from jaxspec.models.transformer_block import TransformerBlock
 
 
 class EagleHead(HeadNetwork):

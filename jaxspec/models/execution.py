@@ -8,6 +8,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import kernels_available
 
 ATTENTION_KINDS = ("xla", "pallas")
+PRODUCT_KINDS = ("xla", "pallas")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +24,20 @@ class Execution:
             `jaxspec.models.attention_pallas`.
         platform: the platform of the devices, such as "cpu", "gpu" or "tpu"; None for JAX's default device. A cache
             stores bfloat16 differently on a GPU, and attention reads the cache in larger blocks there.
+        products: "xla" for XLA's own operations or the CPU kernels around attention, or "pallas" for kernels on a GPU,
+            in which the bits of a row do not depend on the other rows; see `jaxspec.models.layer_calls`. It needs
+            `attention="pallas"`. No real GPU has run these kernels yet.
 
     Raises:
-        InvalidConfig: there is no attention of this name, or several devices would share the attention kernel.
+        InvalidConfig: there is no attention or there are no products of this name, or several devices would share a
+            kernel.
     """
 
     kernels: bool = False
     shards: int = 1
     attention: str = "xla"
     platform: str | None = None
+    products: str = "xla"
 
     def __post_init__(self) -> None:
         one_of("attention", self.attention, ATTENTION_KINDS)
@@ -39,6 +45,9 @@ class Execution:
             raise InvalidConfig(
                 f"attention='pallas' is for layers on one device, got layers split over {self.shards}; use 'xla'"
             )
+        one_of("products", self.products, PRODUCT_KINDS)
+        if self.products == "pallas" and self.attention != "pallas":
+            raise InvalidConfig(f"products='pallas' needs attention='pallas', got {self.attention!r}")
 
     @property
     def on_gpu(self) -> bool:
@@ -51,5 +60,5 @@ class Execution:
         return dataclasses.replace(self, kernels=self.kernels and kernels_available(), platform=platform)
 
     def of_head(self) -> "Execution":
-        """Returns how draft heads run beside this network: on the same platform, each layer whole, attention by XLA."""
-        return dataclasses.replace(self, shards=1, attention="xla")
+        """Returns how draft heads run beside this network: on the same platform, each layer whole, by XLA."""
+        return dataclasses.replace(self, shards=1, attention="xla", products="xla")

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -29,6 +30,11 @@ def matmul(
     if fused.residual is not None:
         fused = fused._replace(residual=fused.residual.reshape(batch * tokens, -1))
     return weight.product(x.reshape(batch * tokens, width), fused).reshape(batch, tokens, -1)
+
+
+def project(x: Float[Array, "B T J"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "B T O"]:
+    """Applies a linear layer."""
+    return matmul(x, weight[...], fused=Fused(None, None if bias is None else bias[...]))
 
 
 def _with_array(weight: Array, transposed: bool, x: Array) -> Array:

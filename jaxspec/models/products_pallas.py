@@ -10,6 +10,8 @@ A product cannot norm its rows first, because each of its programs would repeat 
 multiplied by the scale of the next norm and rounded to bfloat16, and the sums of their squares are kept
 (`PreparedRows`). The next product multiplies its outputs by the factor of the norm.
 
+Every call is under `jax.jit`, so that the layers of a network trace and lower each kernel once.
+
 Letters: M rows, a multiple of 16 (`padded_rows`); I inputs; O outputs; E the width of the residual stream; P the number
 of partial sums of squares of a row.
 """
@@ -92,6 +94,7 @@ def add_in_tree(parts: Sequence[Any]) -> Any:
     return parts[0]
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def prepare(x: Float[Array, "M E"], scale: Float[Array, "E"], *, interpret: bool = False) -> PreparedRows:
     """Prepares rows for the product after a norm with this scale, as `multiply_add` does."""
     (rows, width), tile = x.shape, _tile(x.shape[1], SEGMENTED_TILE.outputs, "outputs")
@@ -116,6 +119,14 @@ def prepare(x: Float[Array, "M E"], scale: Float[Array, "E"], *, interpret: bool
     return PreparedRows(*out)
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "epsilon",
+        "transposed",
+        "interpret",
+    ),
+)
 def multiply(
     rows: Float[Array, "M I"] | PreparedRows,
     weight: Array | Matrix,
@@ -147,6 +158,14 @@ def multiply(
     return product.run(finish, [(jnp.float32, None)], {}, interpret, "multiply")[0]
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "activation",
+        "epsilon",
+        "interpret",
+    ),
+)
 def multiply_gated(
     rows: PreparedRows,
     weight: Array | Matrix,
@@ -174,6 +193,13 @@ def multiply_gated(
     return product.run(finish, [(jnp.bfloat16, None)], {}, interpret, "multiply_gated")[0]
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "segments",
+        "interpret",
+    ),
+)
 def multiply_segments(
     rows: Float[Array, "M I"], weight: Array | Matrix, segments: int, *, interpret: bool = False
 ) -> Float[Array, "M O"]:
@@ -196,6 +222,7 @@ def multiply_segments(
     return product.run(finish, [(jnp.float32, None)], {}, interpret, "multiply_segments")[0]
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def multiply_add(
     rows: Float[Array, "M I"],
     weight: Array | Matrix,
@@ -232,6 +259,13 @@ def multiply_add(
     return x, PreparedRows(*prepared) if prepared else None
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "epsilon",
+        "interpret",
+    ),
+)
 def normalize(
     x: Float[Array, "M E"], scale: Float[Array, "E"], epsilon: float, *, interpret: bool = False
 ) -> Float[Array, "M E"]:
@@ -257,6 +291,16 @@ def normalize(
     )(x, scale.astype(jnp.float32))
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "shared",
+        "width",
+        "dtype",
+        "epsilon",
+        "interpret",
+    ),
+)
 def split_heads(
     projected: Float[Array, "M J"],
     rotation: tuple[Float[Array, "B 1 T R"], Float[Array, "B 1 T R"]],
@@ -287,33 +331,16 @@ def split_heads(
     if half & (half - 1):
         raise InvalidConfig(f"products='pallas' rotates a power of two of values of a head, got {2 * half}; use 'xla'")
     groups = projected.shape[1] // width // shared - 2
-    rest = _powers_of_two(width, 2 * half)
-
-    def rotate(head_ref: Any, start: int, norm_ref: Any, write: Callable, cos: Array, sin: Array) -> None:
-        parts = [slice(0, half), slice(half, 2 * half), *rest]
-        values = [head_ref[start + at.start : start + at.stop] for at in parts]
-        if norm_ref is not None:
-            factor = lax.rsqrt(sum(map(_squares, values)) / width + epsilon)
-            values = [value * factor * norm_ref[at] for value, at in zip(values, parts)]
-        low, high, *others = values
-        for at, value in zip(parts, (low * cos - high * sin, high * cos + low * sin, *others)):
-            write(at, value.astype(dtype))
 
     def kernel(queries_ref: Any, keys_ref: Any, values_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
         *scale_refs, queries_out, keys_out, values_out = refs
         scales = [None if norm is None else scale_refs.pop(0) for norm in norms]
-        cos, sin = cos_ref[...], sin_ref[...]
+        turn = cos_ref[...], sin_ref[...]
         for group in range(groups):
-
-            def write_query(at: slice, value: Array, group: int = group) -> None:
-                queries_out[group, at] = value
-
-            rotate(queries_ref, group * width, scales[0], write_query, cos, sin)
-
-        def write_key(at: slice, value: Array) -> None:
-            keys_out[at] = value
-
-        rotate(keys_ref, 0, scales[1], write_key, cos, sin)
+            for at, value in _rotated(queries_ref, group * width, width, turn, scales[0], epsilon):
+                queries_out[group, at] = value.astype(dtype)
+        for at, value in _rotated(keys_ref, 0, width, turn, scales[1], epsilon):
+            keys_out[at] = value.astype(dtype)
         for at in _powers_of_two(width):
             values_out[at] = values_ref[at].astype(dtype)
 
@@ -375,11 +402,8 @@ class _Product:
             raise InvalidConfig(
                 f"products='pallas' needs a multiple of {segments * MIN_TILE} inputs, got {self.inputs}; use 'xla'"
             )
-        self.tile = Tile(
-            _tile(self.outputs, tile.outputs, "outputs"),
-            _tile(self.inputs // segments, tile.inputs, "inputs"),
-            tile.stages,
-        )
+        inputs = _tile(self.inputs // segments, tile.inputs, "inputs")
+        self.tile = Tile(_tile(self.outputs, tile.outputs, "outputs"), inputs, tile.stages)
 
     def sums(self, rows_ref: Any, weight_refs: Sequence[Any]) -> list[list[Array]]:
         """Returns for each tile of rows the sums of each half `[16, outputs of a tile]`."""
@@ -504,6 +528,21 @@ def _prepared_shapes(rows: int, width: int, tile: int) -> list[jax.ShapeDtypeStr
         jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
         jax.ShapeDtypeStruct((width // tile, rows), jnp.float32),
     ]
+
+
+def _rotated(
+    heads_ref: Any, start: int, width: int, turn: tuple[Array, Array], norm_ref: Any, epsilon: float
+) -> list[tuple[slice, Array]]:
+    """Returns the parts of the head that begins at `start`, normed and rotated, with their places in the head."""
+    cos, sin = turn
+    half = cos.shape[0]
+    parts = [slice(0, half), slice(half, 2 * half), *_powers_of_two(width, 2 * half)]
+    values = [heads_ref[start + at.start : start + at.stop] for at in parts]
+    if norm_ref is not None:
+        factor = lax.rsqrt(sum(map(_squares, values)) / width + epsilon)
+        values = [value * factor * norm_ref[at] for value, at in zip(values, parts)]
+    low, high, *others = values
+    return list(zip(parts, (low * cos - high * sin, high * cos + low * sin, *others)))
 
 
 def _dot(a: Array, b: Array, transposed: bool) -> Array:

@@ -63,6 +63,18 @@ class Gate:
         return (gate * up).reshape(*both.shape[:-1], -1)
 
 
+class Linear(NamedTuple):
+    """A linear layer: a weight matrix `[I, O]`, or a `Matrix` `[O, I]`, and a bias `[O]` or None."""
+
+    weight: Any
+    bias: Any = None
+
+    @classmethod
+    def of(cls, weight: Any, bias: Any) -> "Linear":
+        """Reads the values of NNX parameters."""
+        return cls(weight[...], None if bias is None else bias[...])
+
+
 class Fused(NamedTuple):
     """Operations that a matrix product includes: it first prepares the rows, and then adds to the outputs.
 

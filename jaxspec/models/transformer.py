@@ -21,9 +21,10 @@ from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Params, Window
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.execution import Execution
-from jaxspec.models.layers import look_up, matmul, rotation
+from jaxspec.models.layer_calls import calls_of
+from jaxspec.models.layers import look_up, rotation
 from jaxspec.models.packed import Matrix
-from jaxspec.models.rows import rms_norm
+from jaxspec.models.rows import Norm
 from jaxspec.models.transformer_block import TransformerBlock
 
 
@@ -58,21 +59,24 @@ class Transformer(nnx.Module):
         """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
         x = x if added is None else x + added
-        entries, streams, c = [], [x], self.config
+        entries, c = [], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
-        for i, block in enumerate(self.layers[:layers]):
-            x, new = block(x, i, rotations[c.rope_of(i)], window, cache, past)
+        calls, blocks = calls_of(self.execution), list(self.layers[:layers])
+        norms = [block.norm_of(block.attn_norm) for block in blocks]
+        streams = [read := calls.begin(x, norms[0])]
+        for i, (block, following) in enumerate(zip(blocks, [*norms[1:], None])):
+            read, new = block(read, i, rotations[c.rope_of(i)], window, cache, past, following)
             entries.append(new)
-            streams.append(x)
-        features = rms_norm(x, self.norm[...], self.config.norm_eps, self.execution.kernels)
+            streams.append(read)
+        features = calls.finish(read, Norm(self.norm[...], c.norm_eps, self.execution.kernels))
         if taps:
-            features = jnp.concatenate([features, *(streams[tap] for tap in taps)], axis=-1)
+            features = jnp.concatenate([features, *(calls.residual(streams[tap]) for tap in taps)], axis=-1)
         return features, caches.stack_layers(entries)
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Applies the output head."""
         table = self.embed if self.head is None else self.head
-        return matmul(features, table[...], transposed=True)
+        return calls_of(self.execution).logits(features, table[...])
 
 
 @functools.lru_cache

@@ -1,31 +1,20 @@
 """A block of a decoder-only transformer of the Llama family: attention and a gated MLP."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxspec.backend.layout import row_major
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Window
-from jaxspec.models.attention import attend, sliding_window_mask
+from jaxspec.models.attention import sliding_window_mask
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.execution import Execution
-from jaxspec.models.layers import matmul, split_heads
-from jaxspec.models.rows import Fused, Gate, Norm
-
-
-def project(
-    x: Float[Array, "B T J"],
-    weight: nnx.Param,
-    bias: nnx.Param | None,
-    before: Norm | Gate | None = None,
-    residual: Float[Array, "B T O"] | None = None,
-) -> Float[Array, "B T O"]:
-    """Applies a linear layer after `before`, and adds the residual stream, if they are given."""
-    return matmul(x, weight[...], fused=Fused(before, None if bias is None else bias[...], residual))
+from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of
+from jaxspec.models.rows import Linear, Norm
 
 
 class TransformerBlock(nnx.Module):
@@ -65,16 +54,59 @@ class TransformerBlock(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T E"],
+        read: Any,
         layer: int,
         rotation: tuple[Array, Array],
         window: Window,
         cache: Cache,
         past: KV | None,
-    ) -> tuple[Float[Array, "B T E"], KV]:
-        """Returns the residual stream after this block, and this layer's keys and values `[B, H, T, K]`."""
-        x, new = self.attention(x, layer, rotation, window, cache, past, self.norm_of(self.attn_norm), x)
-        return self.mlp(x), new
+        following: Norm | None,
+    ) -> tuple[Any, KV]:
+        """Runs the block.
+
+        Args:
+            read: the input, as `LayerCalls.begin` makes it with the norm before attention.
+            layer: the number of the layer.
+            rotation: the cosines and sines of the tokens' positions.
+            window: the tokens.
+            cache: the keys and values of earlier tokens.
+            past: the keys and values of earlier tokens of the same window.
+            following: the first norm of the next block; None if no block follows.
+
+        Returns:
+            The input of the next block, and this layer's keys and values `[B, H, T, K]`.
+        """
+        calls = calls_of(self.execution)
+        mixed, new = self._mix(calls, read, layer, rotation, window, cache, past)
+        out, down = Linear.of(self.out, self.out_bias), Linear.of(self.down, self.down_bias)
+        read = calls.add(read, mixed, out, self.norm_of(self.post_attn_norm), self.norm_of(self.mlp_norm))
+        gated = calls.gate(read, Linear.of(self.gate_up, self.gate_up_bias), self.config.activation)
+        return calls.add(read, gated, down, self.norm_of(self.post_mlp_norm), following), new
+
+    def _mix(
+        self,
+        calls: LayerCalls,
+        read: Any,
+        layer: int,
+        rotation: tuple[Array, Array],
+        window: Window,
+        cache: Cache,
+        past: KV | None,
+    ) -> tuple[Float[Array, "B T J"], KV]:
+        """Returns the outputs of all heads side by side, and this layer's keys and values `[B, H, T, K]`."""
+        c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
+        queries, new = self._split(calls, read, rotation, dtype)
+        seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
+        mask, first_seen = sliding_window_mask(window, c.window_of(layer))
+        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        return _side_by_side(calls.attend(queries, cache, layer, seen, mask, window.paths, scale, first_seen)), new
+
+    def _split(
+        self, calls: LayerCalls, read: Any, rotation: tuple[Array, Array], dtype: DTypeLike
+    ) -> tuple[Float[Array, "B H G T K"], KV]:
+        c, norms = self.config, (self.norm_of(self.q_norm), self.norm_of(self.k_norm))
+        projected = calls.project(read, Linear.of(self.qkv, self.qkv_bias))
+        return calls.split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms)
 
     def norm_of(self, scale: nnx.Param | None) -> Norm | None:
         """Returns the RMSNorm with this scale; None without a scale."""
@@ -85,18 +117,13 @@ class TransformerBlock(nnx.Module):
         norm = self.norm_of(scale)
         return x if norm is None else norm(x)
 
+    # Draft heads put the sublayers together in ways of their own, from these parts. They always run as `FusedCalls`.
+
     def heads(
-        self,
-        read: Float[Array, "B T I"],
-        rotation: tuple[Array, Array],
-        dtype: DTypeLike,
-        before: Norm | None = None,
+        self, read: Float[Array, "B T I"], rotation: tuple[Array, Array], dtype: DTypeLike
     ) -> tuple[Float[Array, "B H G T K"], KV]:
-        """Returns an input's rotated queries, and its keys and values. `before` norms the input, if it is given."""
-        c = self.config
-        projected = row_major(project(read, self.qkv, self.qkv_bias, before))
-        norms = self.norm_of(self.q_norm), self.norm_of(self.k_norm)
-        return split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms, self.execution)
+        """Returns an input's rotated queries, and its keys and values."""
+        return self._split(self._fused, FusedInput(read, None), rotation, dtype)
 
     def attention(
         self,
@@ -106,59 +133,36 @@ class TransformerBlock(nnx.Module):
         window: Window,
         cache: Cache,
         past: KV | None,
-        before: Norm | None = None,
-        residual: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KV]:
-        """Returns the output of attention to an input, and this layer's keys and values `[B, H, T, K]`.
+        """Returns the output of attention to an input, and this layer's keys and values `[B, H, T, K]`."""
+        mixed, new = self._mix(self._fused, FusedInput(read, None), layer, rotation, window, cache, past)
+        return self._leave(mixed), new
 
-        `before` norms the input, and the residual stream is added to the output, if they are given.
-        """
-        c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
-        queries, new = self.heads(read, rotation, dtype, before)
-        seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
-        mask, first_seen = sliding_window_mask(window, c.window_of(layer))
-        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed = attend(
-            queries, cache.kv, layer, cache.length, seen, mask, window.paths, scale, first_seen, self.execution
-        )
-        return self.join(mixed, residual), new
-
-    def join(
-        self,
-        mixed: Float[Array, "B H G T K"],
-        residual: Float[Array, "B T E"] | None = None,
-    ) -> Float[Array, "B T E"]:
-        """Projects the outputs of all heads to the width of the residual stream, and adds the stream if it is given."""
-        batch, _, _, tokens, _ = mixed.shape
-        mixed = jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)
-        return self._leave(mixed, self.out, self.out_bias, self.post_attn_norm, None, residual)
-
-    def _leave(
-        self,
-        x: Float[Array, "B T J"],
-        weight: nnx.Param,
-        bias: nnx.Param | None,
-        norm: nnx.Param | None,
-        before: Gate | None,
-        residual: Float[Array, "B T E"] | None,
-    ) -> Float[Array, "B T E"]:
-        """Applies the last linear layer of a sublayer and the norm after it, if any, and adds the residual stream."""
-        if norm is None:
-            return project(x, weight, bias, before, residual)
-        out = self.norm(project(x, weight, bias, before), norm)
-        return out if residual is None else residual + out
+    def join(self, mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T E"]:
+        """Projects the outputs of all heads to the width of the residual stream."""
+        return self._leave(_side_by_side(mixed))
 
     def mlp(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the residual stream after the MLP."""
-        return self.feed(x, self.norm_of(self.mlp_norm), x)
+        return self._feed(FusedInput(x, self.norm_of(self.mlp_norm)), x)
 
-    def feed(
-        self,
-        read: Float[Array, "B T E"],
-        before: Norm | None = None,
-        residual: Float[Array, "B T E"] | None = None,
-    ) -> Float[Array, "B T E"]:
-        """Returns the output of the MLP, plus the residual if it is given. `before` norms the input, if it is given."""
-        both = project(read, self.gate_up, self.gate_up_bias, before)
-        gate = Gate(self.config.activation, self.execution.shards)
-        return self._leave(both, self.down, self.down_bias, self.post_mlp_norm, gate, residual)
+    def feed(self, read: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """Returns the output of the MLP."""
+        return self._feed(FusedInput(read, None), None)
+
+    @property
+    def _fused(self) -> FusedCalls:
+        return FusedCalls(self.execution)
+
+    def _leave(self, mixed: Float[Array, "B T J"]) -> Float[Array, "B T E"]:
+        return self._fused.leave(mixed, Linear.of(self.out, self.out_bias), self.norm_of(self.post_attn_norm))
+
+    def _feed(self, read: FusedInput, residual: Float[Array, "B T E"] | None) -> Float[Array, "B T E"]:
+        gated = self._fused.gate(read, Linear.of(self.gate_up, self.gate_up_bias), self.config.activation)
+        down = Linear.of(self.down, self.down_bias)
+        return self._fused.leave(gated, down, self.norm_of(self.post_mlp_norm), residual)
+
+
+def _side_by_side(mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T J"]:
+    batch, _, _, tokens, _ = mixed.shape
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)

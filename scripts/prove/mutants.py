@@ -438,8 +438,8 @@ MUTANTS = (
         "tap-of-the-layer-before",
         "a draft head reads the target's states one layer too early (vLLM #43671)",
         "models/transformer.py",
-        "*(streams[tap] for tap in taps)",
-        "*(streams[tap - 1] for tap in taps)",
+        "*(calls.residual(streams[tap]) for tap in taps)",
+        "*(calls.residual(streams[tap - 1]) for tap in taps)",
         ("tests/models/test_taps.py::test_features_begin_with_those_of_the_target",),
     ),
     Mutant(

@@ -1,0 +1,190 @@
+"""The calls of a transformer's layer: one list, which every way to run a layer implements.
+
+A layer is six calls: the projection to heads, the heads' rotation, attention, the projection out of the heads, the
+gated MLP, and the projection out of it. Norms, gates, biases and the residual stream belong to the calls beside them.
+`jaxspec.models.transformer_block.TransformerBlock` makes these calls and does not know what runs them:
+
+- `FusedCalls`: XLA's operations and, in programs for a CPU, the C++ kernels. The same traced program may be compiled
+  for a CPU or for another platform, so both are one implementation, which XLA divides by platform.
+- `jaxspec.models.layer_calls_pallas.PallasCalls`: one Pallas kernel for each call, on a GPU.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxspec.backend.layout import row_major
+from jaxspec.core.records import KV, Cache
+from jaxspec.models.attention import attend
+from jaxspec.models.execution import Execution
+from jaxspec.models.layers import matmul, split_heads
+from jaxspec.models.packed import Matrix
+from jaxspec.models.rows import Fused, Gate, Linear, Norm
+
+
+class LayerCalls(Protocol):
+    """The list of calls. What stands between two calls (`Any`) is the implementation's own.
+
+    Letters: B rows, T tokens of a window, E the width of the residual stream, H key/value heads, G query heads per
+    key/value head, K the width of a head, W the tokens that attention sees in the window.
+    """
+
+    def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> Any:
+        """Returns the input of the first call after a norm: the residual stream, and what the norm needs of it."""
+        ...
+
+    def residual(self, read: Any) -> Float[Array, "B T E"]:
+        """Returns the residual stream of an input."""
+        ...
+
+    def project(self, read: Any, layer: Linear) -> Any:
+        """Norms an input and applies a linear layer, for `split_heads`."""
+        ...
+
+    def split_heads(
+        self,
+        projected: Any,
+        rotation: tuple[Array, Array],
+        shared: int,
+        width: int,
+        dtype: DTypeLike,
+        norms: Sequence[Norm | None],
+    ) -> tuple[Float[Array, "B H G T K"], KV]:
+        """Returns rotated queries, and keys and values; see `jaxspec.models.layers.split_heads`."""
+        ...
+
+    def attend(
+        self,
+        queries: Float[Array, "B H G T K"],
+        cache: Cache,
+        layer: int,
+        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        mask: Array,
+        paths: Array | None,
+        scale: float,
+        first_seen: Array | None,
+    ) -> Float[Array, "B H G T K"]:
+        """Computes attention; see `jaxspec.models.attention.attend`."""
+        ...
+
+    def gate(self, read: Any, layer: Linear, activation: str) -> Any:
+        """Norms an input and applies the first half of a gated MLP, for `add`."""
+        ...
+
+    def add(self, read: Any, inner: Any, layer: Linear, norm: Norm | None, following: Norm | None) -> Any:
+        """Adds the output of a sublayer to the residual stream of an input.
+
+        Args:
+            read: the input of the sublayer.
+            inner: what `gate` returned, or rows `[B, T, J]`.
+            layer: the last linear layer of the sublayer.
+            norm: the norm of its outputs; None for no norm.
+            following: the norm that the next call begins with; None if no call follows.
+
+        Returns:
+            The input of the next call.
+        """
+        ...
+
+    def finish(self, read: Any, norm: Norm) -> Float[Array, "B T E"]:
+        """Applies the last norm of the network to the residual stream of an input."""
+        ...
+
+    def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
+        """Multiplies features with the rows of a table."""
+        ...
+
+
+class FusedInput(NamedTuple):
+    """The residual stream `[B, T, E]`, and the norm that the next product applies to it."""
+
+    x: Any
+    norm: Norm | None
+
+
+class FusedRows(NamedTuple):
+    """Rows `[B, T, J]`, and the operation that the next product applies to them."""
+
+    x: Any
+    before: Gate
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedCalls:
+    """The calls as products of XLA or of the C++ kernels, which include the operations on rows beside them."""
+
+    execution: Execution
+
+    def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> FusedInput:
+        return FusedInput(x, norm)
+
+    def residual(self, read: FusedInput) -> Float[Array, "B T E"]:
+        return read.x
+
+    def project(self, read: FusedInput, layer: Linear) -> Float[Array, "B T J"]:
+        return row_major(matmul(read.x, layer.weight, fused=Fused(read.norm, layer.bias)))
+
+    def split_heads(
+        self,
+        projected: Float[Array, "B T J"],
+        rotation: tuple[Array, Array],
+        shared: int,
+        width: int,
+        dtype: DTypeLike,
+        norms: Sequence[Norm | None],
+    ) -> tuple[Float[Array, "B H G T K"], KV]:
+        return split_heads(projected, rotation, shared, width, dtype, norms, self.execution)
+
+    def attend(
+        self,
+        queries: Float[Array, "B H G T K"],
+        cache: Cache,
+        layer: int,
+        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        mask: Array,
+        paths: Array | None,
+        scale: float,
+        first_seen: Array | None,
+    ) -> Float[Array, "B H G T K"]:
+        return attend(queries, cache.kv, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
+
+    def gate(self, read: FusedInput, layer: Linear, activation: str) -> FusedRows:
+        both = matmul(read.x, layer.weight, fused=Fused(read.norm, layer.bias))
+        return FusedRows(both, Gate(activation, self.execution.shards))
+
+    def add(
+        self, read: FusedInput, inner: FusedRows | Array, layer: Linear, norm: Norm | None, following: Norm | None
+    ) -> FusedInput:
+        return FusedInput(self.leave(inner, layer, norm, read.x), following)
+
+    def finish(self, read: FusedInput, norm: Norm) -> Float[Array, "B T E"]:
+        return norm(read.x)
+
+    def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
+        return matmul(features, table, transposed=True)
+
+    def leave(
+        self,
+        inner: FusedRows | Float[Array, "B T J"],
+        layer: Linear,
+        norm: Norm | None,
+        residual: Float[Array, "B T E"] | None = None,
+    ) -> Float[Array, "B T E"]:
+        """Returns the output of a sublayer, as `add` computes it, plus the residual stream if it is given."""
+        x, before = inner if isinstance(inner, FusedRows) else (inner, None)
+        if norm is None:
+            return matmul(x, layer.weight, fused=Fused(before, layer.bias, residual))
+        out = norm(matmul(x, layer.weight, fused=Fused(before, layer.bias)))
+        return out if residual is None else residual + out
+
+
+def calls_of(execution: Execution) -> LayerCalls:
+    """Returns the calls that run a layer."""
+    if execution.products == "pallas":
+        from jaxspec.models.layer_calls_pallas import PallasCalls  # a third of a second
+
+        return PallasCalls(execution)
+    return FusedCalls(execution)

@@ -1,0 +1,114 @@
+"""The calls of a transformer's layer as Pallas kernels for a GPU, in which the bits of a row hang on no other row.
+
+See `jaxspec.models.layer_calls` for the list, and `jaxspec.models.products_pallas` for the kernels and their order of
+sums. Rows stay padded and side by side (`[M, E]`) from the embedding to the last norm.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxspec.core.records import KV, Cache
+from jaxspec.models import products_pallas as products
+from jaxspec.models.attention import attend
+from jaxspec.models.execution import Execution
+from jaxspec.models.packed import Matrix
+from jaxspec.models.products_pallas import PreparedRows, padded_rows
+from jaxspec.models.rows import Linear, Norm
+
+
+class PallasInput(NamedTuple):
+    """The residual stream, padded rows `[M, E]`, of B rows and T tokens, and its rows prepared for the next norm."""
+
+    x: Float[Array, "M E"]
+    prepared: PreparedRows | None
+    batch: int
+    tokens: int
+    epsilon: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasCalls:
+    """The calls as Pallas kernels."""
+
+    execution: Execution
+
+    def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> PallasInput:
+        batch, tokens, _ = x.shape
+        return self._prepared(_rows(x), norm, batch, tokens)
+
+    def residual(self, read: PallasInput) -> Float[Array, "B T E"]:
+        return _tokens(read.x, read.batch, read.tokens)
+
+    def project(self, read: PallasInput, layer: Linear) -> Float[Array, "M J"]:
+        rows = read.x if read.prepared is None else read.prepared
+        return products.multiply(rows, layer.weight, epsilon=read.epsilon, bias=layer.bias)
+
+    def split_heads(
+        self,
+        projected: Float[Array, "M J"],
+        rotation: tuple[Array, Array],
+        shared: int,
+        width: int,
+        dtype: DTypeLike,
+        norms: Sequence[Norm | None],
+    ) -> tuple[Float[Array, "B H G T K"], KV]:
+        scales = [None if norm is None else norm.scale for norm in norms]
+        epsilon = max((norm.epsilon for norm in norms if norm is not None), default=0.0)
+        queries, keys, values = products.split_heads(projected, rotation, shared, width, dtype, scales, epsilon)
+        return queries, KV(keys, values)
+
+    def attend(
+        self,
+        queries: Float[Array, "B H G T K"],
+        cache: Cache,
+        layer: int,
+        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        mask: Array,
+        paths: Array | None,
+        scale: float,
+        first_seen: Array | None,
+    ) -> Float[Array, "B H G T K"]:
+        return attend(queries, cache.kv, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
+
+    def gate(self, read: PallasInput, layer: Linear, activation: str) -> Float[Array, "M F"]:
+        assert read.prepared is not None, "an MLP without a norm in front"
+        return products.multiply_gated(read.prepared, layer.weight, activation, epsilon=read.epsilon, bias=layer.bias)
+
+    def add(
+        self, read: PallasInput, inner: Array, layer: Linear, norm: Norm | None, following: Norm | None
+    ) -> PallasInput:
+        rows = inner if inner.ndim == 2 else _rows(inner)
+        if norm is None:
+            scale, epsilon = (None, 0.0) if following is None else (following.scale, following.epsilon)
+            x, prepared = products.multiply_add(rows, layer.weight, read.x, scale, bias=layer.bias)
+            return PallasInput(x, prepared, read.batch, read.tokens, epsilon)
+        out, _ = products.multiply_add(rows, layer.weight, None, bias=layer.bias)
+        x = read.x + products.normalize(out, norm.scale, norm.epsilon)
+        return self._prepared(x, following, read.batch, read.tokens)
+
+    def finish(self, read: PallasInput, norm: Norm) -> Float[Array, "B T E"]:
+        return _tokens(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)
+
+    def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
+        batch, tokens, _ = features.shape
+        return _tokens(products.multiply(_rows(features), table, transposed=True), batch, tokens)
+
+    def _prepared(self, x: Float[Array, "M E"], norm: Norm | None, batch: int, tokens: int) -> PallasInput:
+        if norm is None:
+            return PallasInput(x, None, batch, tokens, 0.0)
+        return PallasInput(x, products.prepare(x, norm.scale), batch, tokens, norm.epsilon)
+
+
+def _rows(x: Float[Array, "B T E"]) -> Float[Array, "M E"]:
+    """Returns the tokens of all rows side by side, padded."""
+    count = x.shape[0] * x.shape[1]
+    return jnp.pad(x.reshape(count, -1), ((0, padded_rows(count) - count), (0, 0)))
+
+
+def _tokens(rows: Float[Array, "M E"], batch: int, tokens: int) -> Float[Array, "B T E"]:
+    return rows[: batch * tokens].reshape(batch, tokens, -1)
