@@ -321,7 +321,11 @@ def rounds(values: Values) -> str:
     headings = [f"{values['layers']} layers, {values['weights_gb']:.1f} GB", "matrices", "rows", "temperature",
                 "ms per round (quartiles)", "cost, in plain rounds", "graphs launched in 16 rounds",
                 "compile time, s (several at once)"]  # fmt: skip
-    return table(headings, shown.values())
+    failed = [
+        [named(name), "", "", "", f"not measured: {why}", "", "", ""]
+        for name, why in values.get("not_measured", {}).items()
+    ]
+    return table(headings, [*shown.values(), *failed])
 
 
 def products(values: Values) -> str:

@@ -52,13 +52,13 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
         ("--dtypes", "float32", "--layers", "2", "--prompts", "2", "--tokens", "6", "--batches", "2",
          "--drafters", "prompt-lookup")
         if small else
-        ("--dtypes", "bfloat16", "float32", "--prompts", "8", "--tokens", "48", "--batches", "1", "3",
+        ("--dtypes", "bfloat16", "float32", "--prompts", "8", "--tokens", "48", "--batches", "3",
          "--drafters", *BITS_DRAFTERS, "--threads", "8")
     )  # fmt: skip
     texts = (
         ("--dtypes", "float32", "--methods", "none", "prompt-lookup", "--temperatures", "0", "--limit", "1",
          "--repeats", "1", "--tokens", "8", "--tasks", "copy")
-        if small else ("--dtypes", "bfloat16")
+        if small else ("--dtypes", "bfloat16", "--temperatures", "0", "--repeats", "2")
     )  # fmt: skip
     size = ("--small",) if small else ()
 
@@ -67,17 +67,17 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
         return Part(name, answers, (f"scripts.{module}", "--record", name, *arguments), limit, **more)
 
     return [
-        part("products", 110, "do rows of a product have the same bits for any number of rows?", "measure.products",
+        part("products", 100, "do rows of a product have the same bits for any number of rows?", "measure.products",
              *size),
         part("text-bits", 150, "do texts have the same bits with any drafter, tree, batch and session?", "prove.bits",
              "--exact", "both", "--report-only", *bits, needs=needs),
-        part("exact-widths", 90, "what does a round cost by width, exact and not?", "measure.rounds",
+        part("exact-widths", 85, "what does a round cost by width, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "widths", *rounds),
-        part("exact-drafters", 140, "what does a round cost by drafter, exact and not?", "measure.rounds",
-             "--exact", "both", "--parts", "drafters", *rounds),
-        part("exact-batch", 70, "what does a round of 16 rows cost, exact and not?", "measure.rounds",
+        part("exact-drafters", 150, "what does a round cost by drafter, exact and not?", "measure.rounds",
+             "--exact", "both", "--parts", "drafters", "--at-once", "14", *rounds),
+        part("exact-batch", 65, "what does a round of 16 rows cost, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "batch", *rounds),
-        part("training-steps", 60, "how many steps of training heads does a second have?", "measure.training_steps",
+        part("training-steps", 70, "how many steps of training heads does a second have?", "measure.training_steps",
              *size),
         part("texts", 80, "how many tokens of SmolLM2's text does a second have?", "measure.texts", *texts,
              needs=needs),

@@ -7,8 +7,9 @@
 No text means anything here, and of random drafts almost none is accepted, so the table gives what a round costs in
 rounds of plain decoding: a drafter pays if its rounds commit more tokens than that. Every round has all nodes of the
 tree. Prompts have one token, so nothing is prefilled. All programs are compiled together; those of a part run in turns
-of 16 rounds. With `--record` the figures are written after each part, so that a run that is ended keeps those before.
-At the end, on a GPU, it counts what the CUDA driver is asked for in one turn of each program.
+of 16 rounds. With `--at-once` the cases of a part are compiled and measured in groups, each with plain decoding. With
+`--record` the figures are written after each part or group, so that a run that is ended keeps those before. At the end,
+on a GPU, it counts what the CUDA driver is asked for in one turn of each program.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ ROUNDS = 16
 CAPACITY = 2048
 SMALL = (256, 512, 4, 2)
 """Widths of the residual stream and between, and heads, of a toy model."""
+SMALL_DRAFTERS = ("prompt-lookup, chain 8", "eagle (EAGLE-3), chain 4")
 PARTS = ("options", "widths", "drafters", "int8", "batch", "sampled")
 READ = 1 << 31
 """Bytes that are summed to see how fast memory is read."""
@@ -94,7 +96,7 @@ def parts(names: list[str], widths: Sequence[int], forms: Sequence[bool]) -> dic
     Args:
         names: the drafters.
         widths: the widths of windows.
-        forms: False for the cases with XLA's kernels, True for their exact forms, which come last.
+        forms: False for the cases with XLA's kernels, True for their exact forms, which come after each of them.
     """
     wide = [Case(f"width {width}", width) for width in widths]
     own = {
@@ -115,15 +117,15 @@ def parts(names: list[str], widths: Sequence[int], forms: Sequence[bool]) -> dic
         ],
         "sampled": [Case("plain", temperature=0.8), Case(CHAIN, CHAIN, temperature=0.8)],
     }  # fmt: skip
-    return {
-        name: [*(cases if False in forms else []), *(exact_forms(cases) if True in forms else [])]
-        for name, cases in own.items()
-    }
+    return {name: list(itertools.chain(*(in_forms(case, forms) for case in cases))) for name, cases in own.items()}
 
 
-def exact_forms(cases: Sequence[Case]) -> list[Case]:
-    """Returns the exact forms of the cases; exactness decides the attention and how loops are compiled."""
-    return [case.made_exact() for case in cases if case.attention == "xla" and case.captured]
+def in_forms(case: Case, forms: Sequence[bool]) -> list[Case]:
+    """Returns a case in these forms; exactness decides the attention and how loops are compiled."""
+    found = [case] if False in forms else []
+    if True in forms and case.attention == "xla" and case.captured:
+        found.append(case.made_exact())
+    return found
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -171,7 +173,7 @@ class Bench:
     def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, Callable[[], State]]:
         """Returns functions that compile the loop and make the state of prompts of one token, and the weights."""
         target = self.lm.with_execution(attention=case.attention)
-        target = exact.apply(target) if case.exact else target
+        target = exact.apply(target, "int8" if case.int8 else "bfloat16") if case.exact else target
         drafter, weights = self.weights(case)
         decoder = jaxspec.Decoder(target, drafter, Coupled(), widths=())
         rows = case.rows
@@ -235,16 +237,23 @@ def driver_calls(timed: Timed) -> dict[str, int]:
     return dict(counts)
 
 
-def compiled(bench: Bench, cases: list[Case], threads: int) -> tuple[dict[Case, Timed], dict[Case, float]]:
-    """Returns the loops, compiled together, and the seconds that each took; a case that fails is said and left out."""
-    waiting, runs, seconds = [], {}, {}
+def compiled(
+    bench: Bench, cases: list[Case], threads: int
+) -> tuple[dict[Case, Timed], dict[Case, float], dict[str, str]]:
+    """Compiles the loops together.
+
+    Returns:
+        The loops, the seconds that each took, and why the others failed, by name.
+    """
+    waiting, runs, seconds, failures = [], {}, {}, {}
 
     def compile(made: Callable[[], Callable]) -> tuple[Callable, float]:
         start = time.perf_counter()
         return made(), time.perf_counter() - start
 
     def failed(case: Case, error: Exception) -> None:
-        print(f"{case.name}: NOT MEASURED: {type(error).__name__}: {' '.join(str(error).split())[:400]}", flush=True)
+        failures[case.name] = exact.describe(error)
+        print(f"{case.name}: NOT MEASURED: {failures[case.name]}", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for case in cases:
@@ -260,11 +269,15 @@ def compiled(bench: Bench, cases: list[Case], threads: int) -> tuple[dict[Case, 
                 runs[case], seconds[case] = Timed(run, weights, fresh), lowering + took
             except Exception as error:
                 failed(case, error)
-    return runs, seconds
+    return runs, seconds, failures
 
 
 def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> dict[Case, dict[str, Any]]:
-    """Returns a line for each loop: milliseconds a round, and in rounds of the first case."""
+    """Returns a line for each loop: milliseconds a round, and in rounds of the first case.
+
+    Texts are compared with the first case's text, those of exact cases with the first exact case's text.
+    """
+    text = next((case for case in runs if case.exact), None)
     for timed in runs.values():
         timed.begin()
     for _ in range(repeats):
@@ -279,13 +292,19 @@ def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> dict[Case, d
         }  # fmt: skip
         if first in runs:
             row["times_plain"] = quartiles(np.array(timed.ms) / np.array(runs[first].ms))
-            own, plain = timed.tokens, runs[first].tokens
+            own, plain = timed.tokens, runs[first if text is None or not case.exact else text].tokens
             row["compared"] = min(len(own), len(plain))
             differs = first_difference(own[: len(plain)], plain[: len(own)])
             row["same"] = row["compared"] if differs is None else differs
         print(row, flush=True)
         rows[case] = row
     return rows
+
+
+def groups(cases: list[Case], size: int | None) -> list[list[Case]]:
+    """Returns the cases in groups of at most `size`; None for one group."""
+    size = size or len(cases)
+    return [cases[at : at + size] for at in range(0, len(cases), size)]
 
 
 def main() -> int:
@@ -295,14 +314,15 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="toy sizes and few cases, for any device")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--at-once", type=int, help="cases of a part that are compiled and measured before the next")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="programs that are compiled together")
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     start = time.perf_counter()
     lm = loops.llama(arguments.layers, *(SMALL if arguments.small else ()))
     bench = Bench(lm, arguments.layers)
-    left_out = ("none", "model of another") + (("model", "pard", "dflash", "recycling") if arguments.small else ())
-    names = [name for name in bench.drafters if not name.startswith(left_out)]
+    names = [name for name in bench.drafters if not name.startswith(("none", "model of another"))]
+    names = [name for name in names if not arguments.small or name in SMALL_DRAFTERS]
     why = exact.why_unavailable()
     forms = [form for form in exact.FORMS[arguments.exact] if not (form and why)]
     known = parts(names, WIDTHS[2:3] if arguments.small else WIDTHS, forms)
@@ -310,7 +330,7 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.layers} layers, {size / 1e9:.1f} GB")
     values: dict[str, Any] = {"layers": arguments.layers, "weights_gb": significant(size / 1e9), "parts": {}}
     if why and arguments.exact != "off":
-        values["exact_unavailable"] = why
+        values["not_measured"] = {"exact": why}
         print(f"exact=True: NOT MEASURED: {why}", flush=True)
         if not forms:
             return 1
@@ -318,22 +338,36 @@ def main() -> int:
     read = reader(size)
     values["read_gb_per_s"] = quartiles([size / read() / 1e9 for _ in range(20)])
     print(f"a sum reads {values['read_gb_per_s']} GB/s", flush=True)
-    cases = {name: known[name] for name in arguments.parts}
-    runs, seconds = compiled(bench, list(dict.fromkeys(itertools.chain(*cases.values()))), arguments.threads)
-    print(f"{len(runs)} programs: {time.perf_counter() - start:.0f} s since the start", flush=True)
 
     def save() -> None:
         if arguments.record:
             write(arguments.record, "rounds", sys.argv, values)
 
-    rows = {}
-    for name, own in cases.items():
-        rows[name] = measured({case: runs[case] for case in own if case in runs}, own[0], arguments.repeats)
-        for case, row in rows[name].items():
-            row["compile_s"] = significant(seconds[case], 3)
-        values["parts"][name] = list(rows[name].values())
+    runs: dict[Case, Timed] = {}
+    took: dict[Case, float] = {}
+
+    def compile_missing(cases: Iterable[Case]) -> None:
+        found, seconds, failures = compiled(bench, [case for case in cases if case not in runs], arguments.threads)
+        runs.update(found)
+        took.update(seconds)
+        if failures:
+            values["not_measured"] = values.get("not_measured", {}) | failures
+        print(f"{len(runs)} programs: {time.perf_counter() - start:.0f} s since the start", flush=True)
+
+    if arguments.at_once is None:
+        compile_missing(dict.fromkeys(itertools.chain(*(known[name] for name in arguments.parts))))
+    rows: dict[str, dict[Case, dict[str, Any]]] = {}
+    for name in arguments.parts:
+        rows[name], always = {}, [case for case in known[name] if case.drafter == 1][: len(forms)]
+        for group in groups(known[name], arguments.at_once):
+            if arguments.at_once is not None:
+                compile_missing(group)
+            own = {case: runs[case] for case in dict.fromkeys([*always, *group]) if case in runs}
+            for case, row in measured(own, known[name][0], arguments.repeats).items():
+                rows[name].setdefault(case, row | {"compile_s": significant(took[case], 3)})
+            values["parts"][name] = list(rows[name].values())
+            save()
         print(f"{name}: {time.perf_counter() - start:.0f} s since the start", flush=True)
-        save()
     if jax.default_backend() == "gpu":  # last: a profiler may slow what comes after
         counts = {case: driver_calls(timed) for case, timed in runs.items()}
         print(list(counts.values()), flush=True)

@@ -157,8 +157,8 @@ def main() -> int:
     for target in targets:
         for temperature, (task, texts) in itertools.product(arguments.temperatures, asked.items()):
             rows += target.measured(temperature, task, texts, arguments.repeats)
-        if arguments.record:
-            write(arguments.record, "texts", sys.argv, {"rows": rows})
+            if arguments.record:
+                write(arguments.record, "texts", sys.argv, {"rows": rows})
     return 0
 
 

@@ -11,7 +11,6 @@ into the device's memory, half as many rows are tried. The record is written aft
 import argparse
 import concurrent.futures
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -70,26 +69,29 @@ class Setup(NamedTuple):
         tokens = jax.random.randint(jax.random.key(0), shape, 0, self.settings.draft_vocab)
         return losses.Batch(tokens, jnp.ones(shape, jnp.int32), jnp.ones(shape, bool), jnp.zeros((*shape, 0)))
 
-    def compile(self, params: Any, pool: concurrent.futures.Executor) -> tuple[Callable, Callable, Any]:
-        """Returns the compiled functions that read features and take a step, and the state before the first step."""
-        batch, state = self.batch(), init_state(self.settings, self.trainee, Trainable(self.heads))
+    def compile(self, params: Any) -> tuple[Callable, Callable, Any, float]:
+        """Compiles the functions that read features and take a step.
+
+        Returns:
+            Both functions, the state before the first step, and the seconds that it took.
+        """
+        start, batch = time.perf_counter(), self.batch()
+        state = init_state(self.settings, self.trainee, Trainable(self.heads))
         state = jax.tree.map(jnp.copy, state)  # a step donates it, and heads share arrays with the target
         read = jax.jit(functools.partial(read_features, self.network))
-        reading = read.lower(params, batch.tokens, batch.segments)
         features = jax.eval_shape(read, params, batch.tokens, batch.segments)
         step = jax.jit(functools.partial(train_step, self.settings, self.trainee, self.network), donate_argnums=1)
         whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), batch._replace(features=features))
-        stepping = step.lower(self.frozen, state, whole)
-        read_done, step_done = pool.map(lambda lowered: lowered.compile(), (reading, stepping))
-        return read_done, step_done, state
+        lowered = [read.lower(params, batch.tokens, batch.segments), step.lower(self.frozen, state, whole)]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            read_done, step_done = pool.map(lambda one: one.compile(), lowered)
+        return read_done, step_done, state, time.perf_counter() - start
 
 
-def measure(setup: Setup, params: Any, repeats: int, pool: concurrent.futures.Executor) -> dict[str, Any]:
+def measure(setup: Setup, params: Any, repeats: int, compiled: tuple[Callable, Callable, Any, float]) -> dict[str, Any]:
     """Times the reading of features and the steps of one kind."""
-    start = time.perf_counter()
-    read, step, state = setup.compile(params, pool)
-    compiled, batch = time.perf_counter() - start, setup.batch()
-    reads, steps, loss = [], [], jnp.nan
+    read, step, state, seconds = compiled
+    batch, reads, steps, loss = setup.batch(), [], [], jnp.nan
     for repeat in range(repeats + 1):
         start = time.perf_counter()
         features = jax.block_until_ready(read(params, batch.tokens, batch.segments))
@@ -102,12 +104,12 @@ def measure(setup: Setup, params: Any, repeats: int, pool: concurrent.futures.Ex
             loss = float(report.loss)
     if not np.isfinite(loss):
         raise RuntimeError(f"the loss is {loss}")
-    seconds = np.median(np.add(reads, steps)) / 1e3
+    whole_s = np.median(np.add(reads, steps)) / 1e3
     rows, tokens = setup.settings.batch, setup.settings.row_tokens
     return {
-        "rows": rows, "row_tokens": tokens, "compile_s": significant(compiled, 3), "features_ms": quartiles(reads),
-        "step_ms": quartiles(steps), "steps_per_s": significant(1 / seconds),
-        "tokens_per_s": significant(rows * tokens / seconds),
+        "rows": rows, "row_tokens": tokens, "compile_s": significant(seconds, 3), "features_ms": quartiles(reads),
+        "step_ms": quartiles(steps), "steps_per_s": significant(1 / whole_s),
+        "tokens_per_s": significant(rows * tokens / whole_s),
     }  # fmt: skip
 
 
@@ -127,21 +129,27 @@ def main() -> int:
     target = jaxspec.Model(lm, random(loops.shapes(lm)))
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {layers} layers", flush=True)
     lines: list[dict[str, Any]] = []
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name in KINDS:
-            line, size = {"kind": name, "too_large": []}, rows
-            while size:
+
+    def begin(name: str, rows: int, pool: concurrent.futures.Executor) -> tuple[Setup, concurrent.futures.Future]:
+        setup = Setup.of(name, target, rows, tokens, drafted)
+        return setup, pool.submit(setup.compile, target.params)
+
+    with concurrent.futures.ThreadPoolExecutor(len(KINDS)) as pool:
+        begun = {name: begin(name, rows, pool) for name in KINDS}
+        for name, (setup, compiled) in begun.items():
+            line: dict[str, Any] = {"kind": name, "too_large": []}
+            while True:
                 try:
-                    line |= measure(
-                        Setup.of(name, target, size, tokens, drafted), target.params, arguments.repeats, pool
-                    )
+                    line |= measure(setup, target.params, arguments.repeats, compiled.result())
                     break
                 except Exception as error:  # the other kinds are measured
                     if "RESOURCE_EXHAUSTED" not in str(error):
                         line["failed"] = describe(error)
                         break
-                    line["too_large"].append(size)
-                    size //= 2
+                    line["too_large"].append(setup.settings.batch)
+                    if setup.settings.batch == 1:
+                        break
+                    setup, compiled = begin(name, setup.settings.batch // 2, pool)
             print(line, flush=True)
             lines.append(line)
             if arguments.record:

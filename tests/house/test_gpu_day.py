@@ -12,7 +12,8 @@ from helpers.paths import ROOT
 from scripts.figures.tables import RENDERERS
 from scripts.library import carrying, day
 from scripts.library.day import Day, Part
-from scripts.measure import gpu_day
+from scripts.library.exact import describe
+from scripts.measure import gpu_day, rounds
 
 quick = pytest.mark.quick
 
@@ -161,7 +162,7 @@ def test_the_plan_fits_into_the_day_and_its_commands_exist():
 def test_weights_are_carried_in_pieces_and_joined(tmp_path, monkeypatch):
     weights, content = tmp_path / "model.gguf", bytes(range(256)) * 20_000
     weights.write_bytes(content)
-    monkeypatch.setattr(carrying.presets, "fetch", lambda name, report: weights)
+    monkeypatch.setattr(carrying.presets, "fetch_preset", lambda name, report: weights)
     monkeypatch.setattr(carrying, "download_wheels", lambda folder: (folder / "gguf-1-py3-none-any.whl").write_text(""))
     monkeypatch.setattr(carrying, "tracked_bytes", lambda: 1 << 20)
     packed = carrying.pack(tmp_path / "carried", 4 << 20)
@@ -186,7 +187,7 @@ def test_carried_weights_are_where_the_library_looks(smollm2_path, tmp_path):
     place = carrying.weights_path(tmp_path)
     place.parent.mkdir(parents=True)
     place.symlink_to(smollm2_path)
-    assert carrying.presets.fetch(carrying.MODEL, tmp_path, report=pytest.fail) == place
+    assert carrying.presets.fetch_preset(carrying.MODEL, tmp_path, report=pytest.fail) == place
 
 
 @quick
@@ -217,6 +218,45 @@ def test_records_are_unpacked_with_the_commit_that_was_carried(tmp_path, monkeyp
     day.write_json(out / day.JOURNAL, told | {"small": True})
     with pytest.raises(ValueError, match="--small"):
         gpu_day.unpack(out)
+
+
+@quick
+def test_rounds_are_measured_exact_beside_the_kernels_of_xla():
+    both, one, exact = (rounds.parts([rounds.CHAIN], (2, 8), forms) for forms in ((False, True), (False,), (True,)))
+    assert tuple(both) == rounds.PARTS
+    for name, cases in both.items():
+        assert [case for case in cases if not case.exact] == one[name]
+        assert [case for case in cases if case.exact] == exact[name]
+        assert len({case.name for case in cases}) == len(cases)
+        assert not any(case.exact for case in one[name])
+        assert all(case.exact and case.attention == "xla" for case in exact[name])
+    assert [case.name for case in both["widths"]][:4] == ["plain", "plain, exact", "width 2", "width 2, exact"]
+    assert [case.name for case in exact["widths"]] == ["plain, exact", "width 2, exact", "width 8, exact"]
+
+
+@quick
+def test_what_could_not_be_measured_stands_in_the_tables():
+    line = {"product": "down", "form": "Pallas", "same": [], "other": [], "bits_of": [], "failed": "no module"}
+    assert "not measured: no module" in RENDERERS["products"]({"rows": [1, 2], "lines": [line]})
+    lines = [
+        {"dtype": "bfloat16", "exact": True, "unavailable": "no argument"},
+        {"dtype": "bfloat16", "exact": False, "drafter": "medusa", "batch": 3, "session": True, "failed": "too deep"},
+    ]
+    shown = RENDERERS["text-bits"]({"layers": 8, "lines": lines})
+    assert "not measured: no argument" in shown
+    assert "`medusa` | 3, in a session | not measured: too deep" in shown
+    lines = [{"kind": "eagle3", "too_large": [8, 4], "failed": "x"}, {"kind": "medusa", "too_large": [8, 4, 2, 1]}]
+    shown = RENDERERS["training-steps"]({"layers": 2, "drafted": 9, "lines": lines})
+    assert "not measured: x" in shown
+    assert "no batch fits" in shown
+    values = {"layers": 2, "weights_gb": 1.0, "parts": {}, "not_measured": {"plain, exact": "no kernels"}}
+    assert "not measured: no kernels" in RENDERERS["rounds"](values)
+
+
+@quick
+def test_an_error_is_one_line_without_folders_of_the_machine():
+    error = RuntimeError("cannot open /some/where/file.so:\n  no such file; see https://example.org/a/b")
+    assert describe(error) == "RuntimeError: cannot open file.so: no such file; see https://example.org/a/b"
 
 
 @pytest.mark.slow
