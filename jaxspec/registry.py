@@ -86,6 +86,7 @@ SCHEDULES = Members(
         "plus-minus": "jaxspec.schedules.plus_minus:PlusMinus",
         "confidence": "jaxspec.schedules.confidence:Confidence",
         "adaptive": "jaxspec.schedules.adaptive:Adaptive",
+        "best-width": "jaxspec.schedules.best_width:BestWidth",
     },
 )
 

@@ -31,6 +31,7 @@ from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import flatten, init_params, unflatten
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.schedules.best_width import BestWidth
 from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 
@@ -67,8 +68,9 @@ SCHEDULES: dict[str, list[Schedule]] = {
     "plus-minus": [PlusMinus(first=2, widths=(2, 3))],
     "confidence": [Confidence(threshold=0.5), Confidence(threshold=0.55, entropy=True, widths=())],
     "adaptive": [Adaptive((1.0, 1.6), resume=0.05, widths=(3,))],
+    "best-width": [BestWidth((1, 2, 3))],
 }
-"""Schedules with settings that limit some drafts of the toys, and not all of them."""
+"""Schedules with settings that limit some drafts of the toys, and not all of them, if the drafter asks."""
 
 RULES: dict[str, Rule] = {name: registry.find("rule", name)() for name in registry.RULES}
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]

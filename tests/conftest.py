@@ -19,7 +19,6 @@ import jaxspec  # noqa: E402
 from helpers import compiling, costs  # noqa: E402
 from jaxspec.checkpoints import presets  # noqa: E402
 from jaxspec.decode.session import clear_executables  # noqa: E402
-from jaxspec.drafters import _paying  # noqa: E402
 from jaxspec.errors import FetchError  # noqa: E402
 from jaxspec.generation import drafting  # noqa: E402
 
@@ -55,10 +54,9 @@ def seed(request) -> int:
 
 @pytest.fixture(autouse=True, scope="session")
 def _costs_of_one_processor():
-    """Drafters choose how much they draft by a cost of the tests' own."""
+    """Schedules choose how much is drafted by a cost of the tests' own."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_paying, drafting):
-            patch.setattr(module, "token_cost", lambda _: costs.COST)
+        patch.setattr(drafting, "token_cost", lambda _: costs.COST)
         yield
 
 

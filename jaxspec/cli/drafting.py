@@ -80,7 +80,7 @@ def add_drafting(parser: Parser) -> None:
         "--schedule",
         type=one_of("schedule", SCHEDULES),
         metavar=schedules,
-        help="limit of the depth of each draft (default: none; prompt-lookup drafts only while it pays)",
+        help="limit of each draft (default: none; best-width for prompt-lookup and recycling)",
     )
     add(
         "--tuned",

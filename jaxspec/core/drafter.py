@@ -22,7 +22,6 @@ from jaxspec.core.checks import check_member, flag, whole
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.schedule import check_widths
 from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
@@ -57,8 +56,8 @@ class Needs:
         observed: the number of the target's most likely tokens that the drafter is shown after every node of a round
             (`Advance.seen`). A drafter that needs them has no distribution of its own: its proposals are point masses
             under every rule.
-        widths: the numbers of nodes, root included, among which the drafter chooses in every round. Target calls of
-            these widths are compiled.
+        node_count: whether the drafter asks `Draw.count_nodes` how many of its best nodes to propose, and ranks them at
+            next to no cost. By default, the schedule "best-width" then answers.
         prompts: the number of tokens of its own vocabulary that the drafter reads for each slot of the target's cache;
             0 for a drafter that reads the target's tokens. A drafter with tokens of its own also has the methods of
             `PromptReader`.
@@ -74,7 +73,7 @@ class Needs:
 
     taps: tuple[int, ...] = ()
     observed: int = 0
-    widths: tuple[int, ...] = ()
+    node_count: bool = False
     prompts: int = 0
     answers: bool = False
     model: LanguageModel | None = None
@@ -86,7 +85,7 @@ class Needs:
         whole("observed", self.observed, 0)
         whole("prompts", self.prompts, 0)
         flag("answers", self.answers)
-        check_widths(self.widths)
+        flag("node_count", self.node_count)
 
 
 @runtime_checkable

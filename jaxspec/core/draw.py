@@ -55,6 +55,7 @@ class Draw:
         limit: the depth to which each row may draft; None for no limit.
         stop_after: the method `Schedule.stop_after`: given the law after each node and the drafter's own estimate, if
             it has one, it returns the nodes below which nothing is drafted.
+        count: the method `Schedule.count_nodes` for the schedule's state.
     """
 
     kind: Noise
@@ -62,6 +63,7 @@ class Draw:
     sampling: Sampling
     limit: Int[Array, "B"] | None = None
     stop_after: Callable[..., Array | None] = lambda law, estimate=None: None
+    count: Callable[..., Array | None] = lambda log_acceptance, drafting, together: None
 
     @property
     def roots(self) -> Int[Array, "B"]:
@@ -71,6 +73,19 @@ class Draw:
     def below(self, depth: Array | int) -> Bool[Array, "B"]:
         """Returns the rows that may draft children of nodes at `depth`."""
         return jnp.full(self.roots.shape, True) if self.limit is None else depth < self.limit
+
+    def count_nodes(self, log_acceptance: Float[Array, "B N1"]) -> Int[Array, "B"]:
+        """Returns how many of its best nodes each row proposes, root excluded: a part of them, if the schedule chooses.
+
+        A drafter may ask if it can propose any number of its best nodes, as point masses or as a pruned tree. The
+        number may depend on the tokens, so it must not be asked for samples of a law.
+
+        Args:
+            log_acceptance: the log-probability that each node is accepted, in descending order; -inf for nodes that
+                cannot be drafted.
+        """
+        count = self.count(log_acceptance, self.below(0), self.kind is Noise.SHARED)
+        return jnp.full(self.roots.shape, log_acceptance.shape[1]) if count is None else count
 
     def empty_law(self, nodes: int) -> Float[Array, "B n V"] | None:
         """Returns the law of `nodes` nodes before tokens are drawn, all -inf; None if the rule does not read laws."""

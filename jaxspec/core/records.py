@@ -15,10 +15,13 @@ Invariants; each has a test of the same name in `tests/decode/test_invariants.py
 - non_finite_never_reaches_the_cache: values of a window that are not finite are not committed.
 """
 
+import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -95,11 +98,28 @@ class StopLaw(NamedTuple):
     next_logits: Callable[[Array], Array]  # node id -> logits of the token after it, [V], not normalised
 
 
-class RoundResult(NamedTuple):
-    """What a schedule learns from a round, per row. The state of finished rows is not updated."""
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("drafted", "accepted", "nodes", "emitted"),
+    meta_fields=("together",),
+)
+@dataclasses.dataclass(frozen=True)
+class RoundResult:
+    """What a schedule learns from a round, per row. The state of finished rows is not updated.
 
-    drafted: Int[Array, "B"]  # the depth of the deepest drafted node
-    accepted: Int[Array, "B"]  # accepted tokens, before any cut
+    Attributes:
+        drafted: the depth of the deepest drafted node.
+        accepted: the number of accepted tokens, before any cut.
+        nodes: the number of nodes, root included, up to the last drafted node.
+        emitted: the number of committed tokens.
+        together: whether drafts cannot change a text, so that rows may choose together; static.
+    """
+
+    drafted: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+    nodes: Int[Array, "B"]
+    emitted: Int[Array, "B"]
+    together: bool = False
 
 
 class Seen(NamedTuple):

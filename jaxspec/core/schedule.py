@@ -18,10 +18,11 @@ from jaxspec.errors import InvalidConfig, shown
 
 @runtime_checkable
 class Schedule(Protocol):
-    """Decides how deep each row may draft, round by round.
+    """Decides how deep each row may draft, round by round, and how many nodes.
 
-    It may use the row's earlier rounds and the draft's law after each node. It must not use other rows. It must not use
-    the tokens that it decides about either, because that would bias rules that compare laws.
+    It may use the row's earlier rounds and the draft's law after each node. It must not use other rows, except in
+    `count_nodes` and `update` if the rows may choose together. It must not use the tokens that it decides about either,
+    except in `count_nodes`, because that would bias rules that compare laws.
 
     Attributes:
         widths: widths of target calls to compile, besides the decoder's widths. A round runs at the smallest width that
@@ -37,6 +38,24 @@ class Schedule(Protocol):
 
     def limit(self, state: Any) -> Int[Array, "B"]:
         """Returns the depth to which each row may draft in this round; 0 for no draft."""
+        ...
+
+    def count_nodes(
+        self, state: Any, log_acceptance: Float[Array, "B N1"], drafting: Bool[Array, "B"], together: bool
+    ) -> Int[Array, "B"] | None:
+        """Returns how many of its best nodes each row drafts, root excluded; None for all of them.
+
+        Only drafters that can propose any number of their best nodes ask (`Draw.count_nodes`). No rule compares laws of
+        their proposals, so the answer may depend on the tokens.
+
+        Args:
+            state: the state before the round.
+            log_acceptance: the log-probability that each node is accepted, in descending order; -inf for nodes that
+                cannot be drafted. These are estimates.
+            drafting: the rows that may draft in this round.
+            together: whether drafts cannot change a text, so that rows may choose together. If it is false, a row's
+                number must not depend on other rows.
+        """
         ...
 
     def update(self, state: Any, result: RoundResult) -> Any:
@@ -87,6 +106,11 @@ class Constant:
 
     def limit(self, state: Int[Array, "B"]) -> Int[Array, "B"]:
         return state
+
+    def count_nodes(
+        self, state: Int[Array, "B"], log_acceptance: Float[Array, "B N1"], drafting: Bool[Array, "B"], together: bool
+    ) -> Int[Array, "B"] | None:
+        return None
 
     def update(self, state: Int[Array, "B"], result: RoundResult) -> Int[Array, "B"]:
         return state

@@ -42,6 +42,10 @@ class TokenCost(NamedTuple):
     at_once: float
 
 
+XLA_TOKEN_COST = TokenCost(0.025, 1.7)
+"""The measured cost of tokens with XLA's own products, in float32."""
+
+
 def assumed_cost(width: int, cpu: TokenCost | None, rows: int = 1) -> float:
     """Returns the assumed time of a target call of a width, before it is measured, in units of a call of width 1.
 

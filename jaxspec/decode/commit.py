@@ -66,6 +66,7 @@ def commit(
     proposal: Proposal,
     outcome: Outcome,
     drafted: Bool[Array, "B N"],
+    together: bool,
 ) -> State:
     """Returns the state after a round.
 
@@ -77,6 +78,7 @@ def commit(
         proposal: the proposal, with one tree per row.
         outcome: the outcome of verifying the proposal.
         drafted: whether each node holds a drafted token.
+        together: whether drafts cannot change a text; see `RoundResult`.
     """
     tree = proposal.tree
     steps = jnp.arange(drafter.shape.depth + 1)
@@ -91,7 +93,13 @@ def commit(
     nodes = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     text = _write(state.tokens, tokens, state.length)
     advance = Advance(tokens, outcome.features, count, nodes, text, state.length, weights.target, outcome.seen)
-    result = RoundResult(jnp.where(drafted, tree.depths, 0).max(-1), reached)
+    result = RoundResult(
+        drafted=jnp.where(drafted, tree.depths, 0).max(-1),
+        accepted=reached,
+        nodes=jnp.where(drafted, jnp.arange(drafted.shape[1]), 0).max(-1) + 1,
+        emitted=count,
+        together=together,
+    )
     learned = jax.tree.map(
         lambda new, old: jnp.where(running.reshape(-1, *[1] * (old.ndim - 1)), new, old),
         schedule.update(state.schedule, result),

@@ -44,11 +44,11 @@ class Decoder:
         target: the model whose text is decoded.
         drafter: proposes trees of tokens.
         rule: decides how much of a tree is accepted.
-        schedule: decides how deep each row drafts.
+        schedule: decides how deep each row drafts, and how many nodes.
         chunk: the number of prompt tokens read per call of the target.
         widths: widths of target calls to compile, in tokens, besides the number of nodes of the tree and the widths of
-            the schedule and of a drafter that chooses. A round runs at the smallest width that holds every drafted node
-            of every row; by default a round without drafts runs at width 1.
+            the schedule. A round runs at the smallest width that holds every drafted node of every row; by default a
+            round without drafts runs at width 1.
         width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted. On a
             CPU the bits of the text then do not depend on the drafter; on GPUs and TPUs this has not been shown.
         top_logprobs: the number of most likely tokens recorded with each emitted token, in rows that ask for
@@ -90,7 +90,7 @@ class Decoder:
     def call_widths(self) -> tuple[int, ...]:
         """The widths of target calls, in ascending order; the last is the number of nodes of the tree."""
         nodes = self.drafter.shape.nodes
-        narrower = () if self.width_matched else {*self.widths, *self.schedule.widths, *self.drafter.needs.widths}
+        narrower = () if self.width_matched else {*self.widths, *self.schedule.widths}
         return (*sorted(width for width in narrower if width < nodes), nodes)
 
     def slots(self, length: int) -> int:
@@ -117,7 +117,8 @@ class Decoder:
         noise = RoundNoise(state.key, state.length, any_sampled, self.target.vocab)
         if self.rule.noise is Noise.SHARED and self.drafter.draws:
             noise = noise.share(shape.depth + 1, jnp.max(limit) + 1)
-        draw = Draw(self.rule.noise, noise, state.sampling, limit, self.schedule.stop_after)
+        count = functools.partial(self.schedule.count_nodes, state.schedule)
+        draw = Draw(self.rule.noise, noise, state.sampling, limit, self.schedule.stop_after, count)
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
         proposal = complete_proposal(proposal, state.tokens, state.length, limit, self.target.vocab)
@@ -133,7 +134,8 @@ class Decoder:
         widths = self.call_widths
         calls = [functools.partial(verify, width) for width in widths]
         outcome = _call(calls, (jnp.asarray(widths) < needed).sum(), state.cache)
-        return commit(self.drafter, self.schedule, weights, state._replace(draft=draft), proposal, outcome, drafted)
+        members, together = (self.drafter, self.schedule), self.rule.noise is Noise.SHARED
+        return commit(*members, weights, state._replace(draft=draft), proposal, outcome, drafted, together)
 
     def run(
         self,

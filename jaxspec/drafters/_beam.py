@@ -5,7 +5,6 @@ first of equal values. So the ancestors of every selected node are selected as w
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,8 +17,6 @@ from jaxspec.core.records import Proposal
 from jaxspec.core.topology import Dynamic
 from jaxspec.core.tree import build
 from jaxspec.drafters._level import Level, count_slots
-
-Count = Callable[[Float[Array, "B N1"]], Int[Array, "B"]]
 
 
 class DynamicState(NamedTuple):
@@ -48,14 +45,12 @@ class DynamicTree:
         draw: draws the children.
         ids: the token of each logit; None for the whole vocabulary.
         first: the depth of the first level that is read.
-        count: see `grow`.
     """
 
     topology: Dynamic
     draw: Draw
     ids: Int[Array, "R"] | None
     first: int
-    count: Count | None = None
 
     def start(self, root: Int[Array, "B"]) -> DynamicState:
         """Returns the tree with its root alone."""
@@ -127,12 +122,13 @@ class DynamicTree:
         )
 
     def finish(self, state: DynamicState) -> tuple[Proposal, Int[Array, "B N"]]:
-        """Returns the best candidates as a proposal, and the slot of every node; -1 if the node was not read."""
+        """Returns the best candidates as a proposal, and the slot of every node; -1 if the node was not read.
+
+        The schedule decides how many candidates are proposed.
+        """
         topology, (batch, room) = self.topology, state.tokens.shape
         scores, best = lax.top_k(state.scores[:, 1 : topology.found], topology.nodes - 1)
-        excluded = jnp.zeros(best.shape, bool)
-        if self.count is not None:
-            excluded = jnp.arange(topology.nodes - 1) >= self.count(scores)[:, None]
+        excluded = jnp.arange(topology.nodes - 1) >= self.draw.count_nodes(scores)[:, None]
         # In level order, root included. Nodes that are left out come last, so that a narrower call holds the other
         # nodes.
         order = jnp.pad(jnp.sort(jnp.where(excluded, room, 0) + best + 1, axis=1), ((0, 0), (1, 0)))

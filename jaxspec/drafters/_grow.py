@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.core.draw import Candidates, Draw, Judged
 from jaxspec.core.records import Proposal
 from jaxspec.core.topology import Dynamic, Topology
-from jaxspec.drafters._beam import Count, DynamicTree
+from jaxspec.drafters._beam import DynamicTree
 from jaxspec.drafters._fixed import FixedTree
 from jaxspec.drafters._level import Level
 
@@ -37,7 +37,6 @@ def grow(
     root_logits: Callable[[], Float[Array, "B 1 R"]] | None = None,
     ids: Int[Array, "R"] | None = None,
     unroll: bool = False,
-    count: Count | None = None,
 ) -> Grown:
     """Drafts a tree level by level: reads the nodes of a level, and draws their children.
 
@@ -58,12 +57,10 @@ def grow(
         ids: the token of each logit, in ascending order, if the logits cover only a part of the vocabulary.
         unroll: compile `read` once per level, for its exact number of nodes and with the depth as a Python integer,
             instead of once for all levels, padded to the widest level.
-        count: returns how many nodes of a dynamic tree are proposed, given the scores of the best nodes as logarithms,
-            in descending order; None to propose all of them.
     """
     first, depth = int(root_logits is not None), topology.shape.depth
     if isinstance(topology, Dynamic):
-        tree: Any = DynamicTree(topology, draw, ids, first, count)
+        tree: Any = DynamicTree(topology, draw, ids, first)
     else:
         tree = FixedTree(topology, draw, ids, first)
     state = tree.start(root)

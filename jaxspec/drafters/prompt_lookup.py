@@ -3,8 +3,8 @@
 This is prompt lookup decoding (Saxena 2023), computed on the device and for several positions at once. It copies from
 the positions whose preceding tokens have the longest match with the end of the text. Among equal matches it takes the
 latest position, and every position is followed by a different token. What followed a longer match is likelier to be
-right (`TRUST`). So candidates from all positions are ranked by their estimated acceptance, and as many are proposed as
-are worth their cost and fit the row's budget.
+right (`TRUST`). So candidates from all positions are ranked by their estimated acceptance, and the schedule decides how
+many of the best candidates are proposed.
 """
 
 import dataclasses
@@ -21,11 +21,9 @@ from jaxspec.core.checks import whole
 from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import Advance, Context, Params, Proposal
-from jaxspec.core.schedule import check_widths
 from jaxspec.core.topology import Dynamic, Topology, dynamic
 from jaxspec.core.tree import TreeShape, build
 from jaxspec.drafters._match import TRUST, find_places
-from jaxspec.drafters._paying import Budget, count_paying, new_budget, settle, spend
 from jaxspec.errors import InvalidConfig
 
 TREE = dynamic(beam=4, depth=15, nodes=16)
@@ -44,10 +42,6 @@ class PromptLookup:
             position.
         min_match: the least number of matching tokens; a position with fewer is not copied from.
         max_match: the largest number of tokens that are compared.
-        widths: the numbers of nodes, root included, among which a row chooses in each round, besides the number of
-            nodes of the tree. The row chooses the number with the most expected tokens per assumed cost
-            (`jaxspec.core.theory.assumed_cost`), among the numbers that it can afford with the time that its drafts
-            have saved. One node is plain decoding. Under a rule with shared noise, the rows choose together.
         earlier: the number of tokens of earlier answers to copy from as well, if the rule is coupled. Earlier answers
             are finished answers of other rows of the same call. 0 for none. The parameters are `{"earlier": tokens}`,
             all -1 at first.
@@ -59,7 +53,6 @@ class PromptLookup:
     tree: Topology | Dynamic = TREE
     min_match: int = 1
     max_match: int = 16
-    widths: tuple[int, ...] = (1, 4, 8)
     earlier: int = 0
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree", "earlier"})
@@ -78,7 +71,6 @@ class PromptLookup:
             )
         if not 1 <= self.min_match <= self.max_match:
             raise InvalidConfig(f"min_match must be from 1 to max_match ({self.max_match}), got {self.min_match}")
-        check_widths(self.widths)
         whole("earlier", self.earlier, 0, MOST_EARLIER)
 
     @classmethod
@@ -93,7 +85,7 @@ class PromptLookup:
 
     @property
     def needs(self) -> Needs:
-        return Needs(widths=self.widths, answers=self.earlier > 0, tree=self.tree)
+        return Needs(node_count=True, answers=self.earlier > 0, tree=self.tree)
 
     @property
     def shape(self) -> TreeShape:
@@ -104,13 +96,13 @@ class PromptLookup:
     def calls(self) -> int:
         return 0
 
-    def init(self, params: Params, batch: int, capacity: int) -> Budget:
-        return new_budget(batch)
+    def init(self, params: Params, batch: int, capacity: int) -> tuple[()]:
+        return ()
 
-    def absorb(self, params: Params, state: Budget, advance: Advance) -> Budget:
-        return settle(state, advance.count)
+    def absorb(self, params: Params, state: tuple[()], advance: Advance) -> tuple[()]:
+        return state
 
-    def propose(self, params: Params, state: Budget, context: Context, draw: Draw) -> tuple[Proposal, Budget]:
+    def propose(self, params: Params, state: tuple[()], context: Context, draw: Draw) -> tuple[Proposal, tuple[()]]:
         text, length = context.tokens, context.length
         remembers = self.earlier > 0 and draw.kind is Noise.SHARED
         if remembers:
@@ -121,8 +113,7 @@ class PromptLookup:
         if remembers:
             allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier answer
         worth = jnp.where(allowed, self._worth(match), -jnp.inf)
-        proposal = self._best(copies, worth, draw, context.params, state)
-        return proposal, spend(state, proposal.tokens, self.widths, draw, context.params)
+        return self._best(copies, worth, draw), state
 
     @property
     def _places(self) -> int:
@@ -147,14 +138,12 @@ class PromptLookup:
         right = right.at[:, 0, 1:].multiply(others[:, :-1])
         return jnp.cumsum(jnp.log(right), 1)
 
-    def _best(
-        self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"], draw: Draw, target: Params, budget: Budget
-    ) -> Proposal:
-        """Proposes the best tokens in level order, as many as are worth their cost; padding follows them."""
+    def _best(self, copies: Int[Array, "B D J"], worth: Float[Array, "B D J"], draw: Draw) -> Proposal:
+        """Proposes the best tokens in level order, as many as the schedule allows; padding follows them."""
         nodes, places, batch = self.shape.nodes, self._places, len(copies)
         highest, best = lax.top_k(worth.reshape(batch, -1), nodes - 1)
-        paying, last = count_paying(highest, self.widths, draw, target, budget), copies[0].size
-        kept = (jnp.arange(nodes - 1) < paying[:, None]) & (highest > -jnp.inf)
+        last = copies[0].size
+        kept = (jnp.arange(nodes - 1) < draw.count_nodes(highest)[:, None]) & (highest > -jnp.inf)
         order = jnp.sort(jnp.where(kept, best, last + best), -1)
         at = order % last
         tokens = jnp.take_along_axis(copies.reshape(batch, -1), at, -1)

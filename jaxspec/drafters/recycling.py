@@ -24,7 +24,6 @@ from jaxspec.core.topology import Dynamic, Topology, dynamic
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._match import TRUST, find_places
-from jaxspec.drafters._paying import Budget, count_paying, new_budget, settle, spend
 from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
 
@@ -45,7 +44,6 @@ class Tables(NamedTuple):
     ids: Int[Array, "B MK"]
     probs: Float[Array, "B MK"]
     guesses: Int[Array, "B K"]  # the likely tokens of the law that gave the text's last token; -1 for none
-    budget: Budget
 
 
 class Paths(NamedTuple):
@@ -67,7 +65,6 @@ class Recycling(TreeDrafter):
         size: M, the number of slots of a table.
         places: the number of positions to copy from.
         share: the share that the kept tokens get of the probability that the copies leave.
-        widths: see `Needs`; for dynamic trees.
 
     Raises:
         InvalidConfig: the tree has only its root, or nodes with more children than tokens are kept.
@@ -77,7 +74,6 @@ class Recycling(TreeDrafter):
     size: int = 1 << 13
     places: int = 4
     share: float = 0.5
-    widths: tuple[int, ...] = (1, 4, 8)
 
     takes: ClassVar[frozenset[str]] = frozenset({"tree"})
     draws = True
@@ -97,7 +93,7 @@ class Recycling(TreeDrafter):
 
     @property
     def needs(self) -> Needs:
-        return Needs(observed=KEPT, widths=self.widths, tree=self.tree)
+        return Needs(observed=KEPT, node_count=isinstance(self.tree, Dynamic), tree=self.tree)
 
     @property
     def calls(self) -> int:
@@ -107,10 +103,9 @@ class Recycling(TreeDrafter):
     def init(self, params: Params, batch: int, capacity: int) -> Tables:
         none = jnp.full((batch, self.size * KEPT), -1, jnp.int32)
         probs = jnp.zeros(none.shape, jnp.float32)
-        return Tables(none[:, : self.size], none, probs, none[:, :KEPT], new_budget(batch))
+        return Tables(none[:, : self.size], none, probs, none[:, :KEPT])
 
     def absorb(self, params: Params, state: Tables, advance: Advance) -> Tables:
-        state = state._replace(budget=settle(state.budget, advance.count))
         if advance.seen is None:
             return self._absorb_text(state, advance)
         return self._absorb_round(state, advance, advance.seen)
@@ -178,13 +173,7 @@ class Recycling(TreeDrafter):
         def read(level: Level, paths: Paths) -> tuple[Candidates, Paths]:
             return self._read(state, context, level, paths)
 
-        settings, budget = (self.widths, draw, context.params), state.budget
-        proposal = grow(
-            self.tree, root, draw, read, paths, unroll=True, count=lambda worth: count_paying(worth, *settings, budget)
-        ).proposal
-        if isinstance(self.tree, Dynamic):
-            budget = spend(budget, proposal.tokens, *settings)
-        return proposal, state._replace(budget=budget)
+        return grow(self.tree, root, draw, read, paths, unroll=True).proposal, state
 
     def _find(self, context: Context, slots: int) -> Paths:
         """Returns the positions after the longest earlier matches with the end of each text, with different tokens."""

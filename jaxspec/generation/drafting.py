@@ -35,11 +35,9 @@ from jaxspec.models.model import Model
 from jaxspec.models.sharding import follow_platform
 from jaxspec.registry import DRAFTER, SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
+from jaxspec.schedules.best_width import BestWidth
 from jaxspec.storage.reading import check_path, read_json
 
-COPIED_WIDTHS = (4, 8)
-"""Widths of target calls for copying drafters that do not choose widths themselves, in addition to the widths of plain
-decoding and of the whole tree."""
 DRAFTING_VERSION = 3
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
 _ADAPTIVE_BEFORE_3 = {
@@ -61,9 +59,9 @@ class DraftingOptions:
         rule: name of a registered rule, or a rule object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for a tree that is chosen in every round; a number is
             the length of a chain. None for the drafter's default.
-        schedule: name of a registered schedule, or a schedule object, which limits the depth of each round. None for
-            the whole tree in every round; for drafts that are copied from the text (prompt lookup), only while
-            drafting pays.
+        schedule: name of a registered schedule, or a schedule object, which limits the draft of each round. None for
+            the whole tree in every round; for drafts that are copied from the text (prompt lookup), only what pays
+            ("best-width", with the costs of this processor).
         draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for the draft model of the
             target's preset.
         heads: draft heads of "medusa", "eagle" or "dflash", or their location, see `load_heads`; None for the heads of
@@ -189,7 +187,11 @@ class Drafting(DraftingOptions):
         if isinstance(self.drafter, str) and self.tree is None and not _takes(rule, drafter.shape):
             fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule for chains gets a chain
             drafter, draft_params = fallback.build_drafter(target)
-        schedule = default_schedule(drafter, target.params) if schedule is None else make_schedule(schedule)
+        if schedule is None:
+            schedule = default_schedule(drafter, target.params)
+        elif isinstance(schedule, str) and schedule == "best-width":
+            schedule = BestWidth(cpu=token_cost(target.params))
+        schedule = make_schedule(schedule)
         decoder = Decoder(target.lm, drafter, rule, schedule, **options)
         weights = Weights(target.params, draft_params)
         check_together(rule, drafter, target.lm.vocab)
@@ -286,15 +288,16 @@ def _takes(rule: Rule, shape: TreeShape) -> bool:
 def default_schedule(drafter: Drafter, target: Params) -> Schedule:
     """Returns the default schedule of a drafter, for a target with these parameters.
 
-    A drafter that draws its tokens always drafts its whole tree, and a drafter that chooses its own widths keeps this
-    choice. All other drafters copy tokens: they draft a few tokens at first, and a whole window after accepted tokens.
-    Their loss budget allows at least two rejected whole windows.
+    A drafter that asks how many of its best nodes to propose drafts the most profitable number of nodes. Any other
+    drafter that draws its tokens always drafts its whole tree. All other drafters copy tokens: they draft a few tokens
+    at first, and a whole window after accepted tokens. Their loss budget allows at least two rejected whole windows.
     """
-    nodes = drafter.shape.nodes
-    if nodes == 1 or drafter.draws or drafter.needs.widths:
+    nodes, tokens = drafter.shape.nodes, token_cost(target)
+    if nodes > 1 and drafter.needs.node_count:
+        return BestWidth(cpu=tokens)
+    if nodes == 1 or drafter.draws:
         return Constant()
-    widths = tuple(width for width in COPIED_WIDTHS if width < nodes)
+    widths = tuple(width for width in BestWidth.widths if 1 < width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]
-    tokens = token_cost(target)
     costs = (1.0, *(assumed_cost(width, tokens) for width in compiled))
     return Adaptive(costs=costs, loss_budget=max(Adaptive.loss_budget, 2 * (costs[-1] - 1)), widths=widths)

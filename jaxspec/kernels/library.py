@@ -14,7 +14,7 @@ import jax
 
 from jaxspec.core.checks import flag
 from jaxspec.core.records import Params
-from jaxspec.core.theory import TokenCost
+from jaxspec.core.theory import XLA_TOKEN_COST, TokenCost
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import installation
 
@@ -42,8 +42,6 @@ TOKEN_COSTS = {
 }
 """The measured cost of tokens on two cores, by kind of processor and by `dtype` of `jaxspec.load`
 (`scripts/measure/speed.py widths`)."""
-XLA_TOKEN_COST = TokenCost(0.025, 1.7)
-"""The measured cost of tokens with XLA's own products, in float32."""
 TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_heads")
 
 

@@ -21,9 +21,8 @@ from jaxspec.core.theory import node_acceptance
 from jaxspec.core.topology import chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
+from jaxspec.schedules._balance import LARGEST, affordable, settle
 
-LARGEST = 1e12
-"""The limit of settings and of ratios of costs, so that their sums and products fit into float32."""
 SURPLUS_ROUNDS = 4
 """The balance is capped at `loss_budget` plus the cost of this many rounds at full depth, so that a row whose text
 becomes hard to predict cannot spend all that easy text has earned."""
@@ -49,7 +48,8 @@ class Adaptive:
 
     Every round updates the row's balance: the tokens that a draft saved, minus its cost beyond a plain round. A row
     drafts no deeper than its balance covers if no token is accepted. A text of n tokens therefore takes at most
-    `loss_budget + loss_per_token * n` plain rounds longer than plain decoding, whatever the estimates are.
+    `loss_budget + loss_per_token * n` plain rounds longer than plain decoding, whatever the estimates are; the proof is
+    in `jaxspec.schedules._balance`.
 
     Attributes:
         costs: the cost of a round that drafts to depth 0, 1, ..., in any unit; `jaxspec tune` measures them. Beyond
@@ -112,8 +112,7 @@ class Adaptive:
         extra = jnp.asarray(self.extra_costs(state.tested.shape[1]), jnp.float32)
         tokens = jnp.cumsum(node_acceptance(chain(state.tested.shape[1]).tree, self.acceptance(state)[:, :, None]), -1)
         speed = tokens / (1 + extra)
-        affordable = (self._extra_with_resume(state, extra) <= state.balance[:, None]).at[:, 0].set(True)
-        speed = jnp.where(affordable, speed, 0.0)
+        speed = jnp.where(affordable(state.balance, self._extra_with_resume(state, extra)), speed, 0.0)
         current = jnp.take_along_axis(speed, state.depth[:, None], 1)[:, 0]
         depth = jnp.where(current * (1 + self.hysteresis) >= speed.max(-1), state.depth, speed.argmax(-1))
         return state._replace(depth=depth.astype(jnp.int32))
@@ -137,20 +136,25 @@ class Adaptive:
     def update(self, state: AdaptiveState, result: RoundResult) -> AdaptiveState:
         extra = self.extra_costs(state.tested.shape[1])
         costs = self._extra_with_resume(state, jnp.asarray(extra, jnp.float32))
-        cost = jnp.take_along_axis(costs, result.drafted[:, None], 1)[:, 0]
-        loss = jnp.where(result.drafted > 0, cost, 0.0) - result.accepted
-        balance = state.balance - loss + self.loss_per_token * (1 + result.accepted)
+        cost = 1 + jnp.where(result.drafted > 0, jnp.take_along_axis(costs, result.drafted[:, None], 1)[:, 0], 0.0)
+        cap = self.loss_budget + SURPLUS_ROUNDS * extra[-1]
+        balance = settle(state.balance, result.emitted, cost, self.loss_per_token, cap)
         levels, accepted = jnp.arange(1, extra.size), result.accepted[:, None]
         tested = (levels <= result.drafted[:, None]) & (levels <= accepted + 1)
         decay = math.exp(-1 / self.decay_rounds)
         updated = AdaptiveState(
             decay * state.tested + tested,
             decay * state.accepted + (tested & (levels <= accepted)),
-            jnp.minimum(balance, self.loss_budget + SURPLUS_ROUNDS * extra[-1]),
+            balance,
             jnp.where(result.drafted > 0, 0.0, state.behind + 1),
             state.depth,
         )
         return self._choose_depth(updated)
+
+    def count_nodes(
+        self, state: AdaptiveState, log_acceptance: Float[Array, "B N1"], drafting: Bool[Array, "B"], together: bool
+    ) -> Int[Array, "B"] | None:
+        return None
 
     def stop_after(
         self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None

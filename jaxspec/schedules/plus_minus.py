@@ -55,6 +55,11 @@ class PlusMinus:
         depth = jnp.where(result.accepted >= result.drafted, state.depth + 2, jnp.maximum(state.depth - 1, self.least))
         return state._replace(depth=jnp.where(result.drafted > 0, jnp.minimum(depth, state.deepest), state.depth))
 
+    def count_nodes(
+        self, state: DepthState, log_acceptance: Float[Array, "B N1"], drafting: Bool[Array, "B"], together: bool
+    ) -> Int[Array, "B"] | None:
+        return None
+
     def stop_after(
         self, law: Float[Array, "*b V"], estimate: Float[Array, "*b"] | None = None
     ) -> Bool[Array, "*b"] | None:

@@ -164,8 +164,6 @@ class Bench:
             return NoDraft(jaxspec.chain(case.drafter - 1)), Weights(target)
         drafter: Any
         drafter, shapes = self.drafters[case.drafter]
-        if drafter.needs.widths:
-            drafter = dataclasses.replace(drafter, widths=())
         if case.drafter not in self._drafts:
             self._drafts[case.drafter] = random(shapes)
         return drafter, Weights(target, self._drafts[case.drafter])

@@ -363,7 +363,7 @@ def batches(arguments) -> dict[str, Any]:
         heads = jaxspec.load_heads(MODEL, target=model)
         drafters: dict[str, dict[str, Any]] = {
             "none": {"drafter": "none"},
-            "prompt-lookup": {"drafter": PromptLookup(jaxspec.chain(4), widths=())},
+            "prompt-lookup": {"drafter": "prompt-lookup", "tree": 4},
             "medusa": {"drafter": "medusa", "heads": heads},
         }
         common: dict[str, Any] = {"max_new_tokens": 48, "ignore_eos": True, "capacity": 512, "chat": True}

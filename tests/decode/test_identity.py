@@ -9,6 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import cases
+from helpers.costs import COST
 from helpers.narrow import not_none
 from helpers.tiers import with_slow
 from helpers.toys import (
@@ -35,8 +36,8 @@ from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import Recycling
-from jaxspec.generation import drafting
 from jaxspec.models.functional import FunctionLM, from_flax
+from jaxspec.schedules.best_width import BestWidth
 from jaxspec.testing import ScriptedDrafter, TableLM
 
 V, BATCH, SEEDS = 12, 128, (0, 1, 2)
@@ -56,18 +57,18 @@ NOT_NUMBERS = ("nan", "all-nan", "infinite")
 DRAFTERS = {
     "narrow-none": (NoDraft(RAGGED), {}, [None]),
     "wide-none": (NoDraft(chain(4)), {"widths": ()}, [None]),
-    "lookup": (PromptLookup(chain(4), min_match=1, widths=()), {}, [None]),
+    "lookup": (PromptLookup(chain(4), min_match=1), {}, [None]),
     "lookup-while-it-pays": (
-        PromptLookup(dynamic(3, 5, 9), widths=(4,)),
-        {"chunk": 64, "schedule": drafting.default_schedule(PromptLookup(), {})},
+        PromptLookup(dynamic(3, 5, 9)),
+        {"chunk": 64, "schedule": BestWidth((1, 4), COST)},
         [None],
     ),
     "lookup-in-earlier-answers": (
-        PromptLookup(dynamic(3, 5, 9), earlier=9, widths=()),
+        PromptLookup(dynamic(3, 5, 9), earlier=9),
         {},
         [{"earlier": jnp.arange(9) % 5 - 1}],
     ),
-    "recycling": (Recycling(dynamic(3, 3, 8), size=8, widths=()), {}, [None]),
+    "recycling": (Recycling(dynamic(3, 3, 8), size=8), {}, [None]),
     "chaos": (Chaos(V), {}, [jax.random.key(5), jax.random.key(6)]),
     **{f"model-{name}": (ModelDraft(LM, tree), {}, list(DRAFTS.values())) for name, tree in cases.TREES.items()},
 }

@@ -28,7 +28,7 @@ PARAMS = LM.init_params(jax.random.key(0))
 class Named:
     """A drafter whose fields and methods are named like needs, and mean something else."""
 
-    widths: tuple[int, ...] = (2, 3)
+    node_count: bool = True
     observed: int = 5
     taps: tuple[int, ...] = (1, 9)
     prompts: int = 2
@@ -64,7 +64,7 @@ def test_names_of_fields_make_a_drafter_nothing():
     built = decoder(LM, Named())
     assert built.network is LM
     assert built.call_widths == (1, 4)
-    assert type(default_schedule(Named(), PARAMS)).__name__ == "Adaptive", "it does not choose its widths"
+    assert type(default_schedule(Named(), PARAMS)).__name__ == "Adaptive", "it does not ask how much to draft"
     asked = request([[1, 2, 3], [4]], 12, vocab=LM.vocab)
     plain = generate(decoder(LM, NoDraft()), Weights(PARAMS), asked, 256)
     assert texts(generate(built, Weights(PARAMS), asked, 256)) == texts(plain)
@@ -74,7 +74,7 @@ def test_names_of_fields_make_a_drafter_nothing():
 class Asking(Named):
     """The same drafter, with needs."""
 
-    needs = Needs(widths=(2, 3), observed=5, taps=(1, 2))
+    needs = Needs(node_count=True, observed=5, taps=(1, 2))
 
     def absorb(self, params, state, advance):
         assert advance.features.shape[-1] == 3 * LM.config.hidden_size
@@ -85,7 +85,7 @@ class Asking(Named):
 def test_needs_are_met():
     built = decoder(LM, Asking())
     assert built.network == dataclasses.replace(LM, taps=(1, 2))
-    assert built.call_widths == (1, 2, 3, 4)
+    assert type(default_schedule(Asking(), PARAMS)).__name__ == "BestWidth"
     asked = request([[1, 2, 3], [4]], 12, vocab=LM.vocab)
     plain = generate(decoder(LM, NoDraft()), Weights(PARAMS), asked, 256)
     np.testing.assert_array_equal(generate(built, Weights(PARAMS), asked, 256).length, plain.length)
@@ -113,7 +113,7 @@ class Bare:
         (lambda: Needs(observed=-1), "observed must be a whole number from 0"),
         (lambda: Needs(prompts=-1), "prompts must be a whole number from 0"),
         (lambda: Needs(answers=1), "answers must be"),  # pyright: ignore[reportArgumentType]
-        (lambda: Needs(widths=(0,)), "widths must be a tuple of whole numbers from 1"),
+        (lambda: Needs(node_count=1), "node_count must be"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_needs_that_cannot_be_met_are_refused(needs, message):

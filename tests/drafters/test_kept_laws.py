@@ -1,7 +1,8 @@
 """Tests the law of texts whose rounds depend on what a drafter has kept, by enumeration over several rounds.
 
 What is proposed comes from the text and from a table of what the target saw in earlier rounds, rejected nodes included,
-and it decides how many tokens a round emits. The sum over all sequences of rounds must be the target's law.
+how much of it from a balance of what earlier rounds cost and saved, and both decide how many tokens a round emits. The
+sum over all sequences of rounds must be the target's law.
 """
 
 import functools
@@ -13,23 +14,26 @@ import numpy as np
 import pytest
 
 from cases import WEIGHING
+from helpers.costs import COST
 from jaxspec.analysis.enumeration import stop_laws, total_variation
 from jaxspec.core.draw import Draw
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.records import Advance, Context, StopLaw
+from jaxspec.core.records import Advance, Context, RoundResult, StopLaw
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import dynamic
 from jaxspec.decode.verify import complete_proposal, drop_invalid_children, select_likeliest
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import KEPT, Recycling
 from jaxspec.rules.deterministic import Deterministic
+from jaxspec.schedules.best_width import BestWidth
 from jaxspec.testing import TableLM, joint_law, model_law
 
 V, LENGTH, PROMPT, ROOM = 4, 4, [2, 1, 2], 16
 ROWS = 512  # texts of one call, padding included, so that it is compiled once
 LM = TableLM(V)
 PARAMS, SAMPLING = LM.init_params(jax.random.key(1)), Sampling(temperature=0.8)
-KEEPS = Recycling(dynamic(2, 2, 4), 3, widths=(2,))
+KEEPS = Recycling(dynamic(2, 2, 4), 3)
+SCHEDULE = BestWidth((1, 2), COST)
 LAW = model_law(LM, PARAMS, PROMPT, SAMPLING)
 
 
@@ -37,10 +41,12 @@ LAW = model_law(LM, PARAMS, PROMPT, SAMPLING)
 def propose(drafter, noise, state, tokens, length):
     random = RoundNoise(jax.random.split(jax.random.key(0), ROWS), length, jnp.asarray(True), V)
     limit = jnp.full((ROWS,), drafter.shape.depth)
-    draw = Draw(noise, random, SAMPLING.rows(ROWS, V), limit)
+    draft, balance = state
+    count = functools.partial(SCHEDULE.count_nodes, balance)
+    draw = Draw(noise, random, SAMPLING.rows(ROWS, V), limit, count=count)
     context: Any = Context(tokens, length, None, None)  # pyright: ignore[reportArgumentType]
     return drop_invalid_children(
-        complete_proposal(drafter.propose(None, state, context, draw)[0], tokens, length, limit, V)
+        complete_proposal(drafter.propose(None, draft, context, draw)[0], tokens, length, limit, V)
     )
 
 
@@ -49,12 +55,15 @@ def absorb(drafter, state, text, start, length, round=None):
     """Commits what stands behind `start`; `round` has the nodes of the path, and the proposal's tokens and logits."""
     size = drafter.shape.depth + 1 if round else ROOM
     tokens = jnp.take_along_axis(text, jnp.minimum(start[:, None] + jnp.arange(size), ROOM - 1), 1)
-    path, seen = None, None
+    path, seen, (draft, balance) = None, None, state
     if round:
         path, drafted, logits = round
+        nodes = jnp.where(drafted[:, 1:] >= 0, jnp.arange(1, drafted.shape[1]), 0).max(-1) + 1
+        accepted = (path >= 0).sum(-1)
+        balance = SCHEDULE.update(balance, RoundResult(accepted, accepted, nodes, length - start))
         seen = select_likeliest(drafted, logits, KEPT, drafter.shape.nodes) if isinstance(drafter, Recycling) else None
     new = Advance(tokens, jnp.zeros((ROWS, size, 1)), length - start, path, text, start, None, seen)
-    return drafter.absorb(None, state, new)
+    return drafter.absorb(None, draft, new), balance
 
 
 def padded(texts):
@@ -70,7 +79,7 @@ def law_of_rounds(drafter, rule) -> tuple[np.ndarray, set[int]]:
     """The law of the first tokens, and the numbers of tokens that rounds emit."""
     law, emitted, texts, probs = np.zeros((V,) * LENGTH), set(), [()], [1.0]
     tokens, length = padded(texts)
-    state = jax.jit(lambda: drafter.init(None, ROWS, ROOM))()
+    state = jax.jit(lambda: (drafter.init(None, ROWS, ROOM), SCHEDULE.init(ROWS, drafter.shape)))()
     state = absorb(drafter, state, tokens, np.zeros_like(length), length)
     while texts:
         proposal = jax.device_get(propose(drafter, rule.noise, state, tokens, length))
@@ -104,7 +113,7 @@ def law_of_rounds(drafter, rule) -> tuple[np.ndarray, set[int]]:
 
 @pytest.mark.parametrize(("drafter", "rule"), [
     (KEEPS, "deterministic"),
-    (PromptLookup(dynamic(2, 2, 4), widths=(1,)), "deterministic"),
+    (PromptLookup(dynamic(2, 2, 4)), "deterministic"),
 ])  # fmt: skip
 def test_texts_follow_the_targets_law_whatever_is_kept(drafter, rule):
     """Total variation below 1e-12. The table has a slot less than there are tokens, so some take others' places."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.costs import COST
+from helpers.costs import COST, counting
 from helpers.tiers import with_slow
 from helpers.toy_text import go, tokens
 from jaxspec.core.draw import Draw, Noise
@@ -18,9 +18,9 @@ from jaxspec.core.theory import assumed_cost
 from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.core.tree import build
 from jaxspec.drafters._match import TRUST
-from jaxspec.drafters._paying import Budget
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
+from jaxspec.schedules.best_width import BestWidth
 
 ROWS, SLOTS, LENGTHS = 24, 64, np.random.default_rng(0).integers(1, 64, 24)
 
@@ -51,42 +51,43 @@ def paths_by_hand(drafter, text, limit):
     return {path: found[path] for path in best}
 
 
-def width_by_hand(drafter, drafts):
+def width_by_hand(drafter, schedule, drafts):
     """The width at which rows that decide together expect the most tokens for their time."""
-    widths = [*(w for w in drafter.widths if w < drafter.shape.nodes), drafter.shape.nodes]
+    widths = [*(w for w in schedule.widths if w < drafter.shape.nodes), drafter.shape.nodes]
     tokens = [sum(1 + sum(list(found.values())[: width - 1]) for found in drafts) for width in widths]
     speed = [n / assumed_cost(width, COST, len(drafts)) for n, width in zip(tokens, widths)]
     return widths[int(np.argmax(speed))]
 
 
 @pytest.mark.parametrize("letters", [2, 5, 12])
-@pytest.mark.parametrize(("drafter", "kind"), [
-    (PromptLookup(), Noise.NONE),
-    (PromptLookup(), Noise.SHARED),
-    (PromptLookup(chain(5), min_match=2, max_match=3), Noise.NONE),
-    (PromptLookup(dynamic(3, 2, 6), widths=(1,)), Noise.NONE),
-    (PromptLookup(earlier=40), Noise.SHARED),
+@pytest.mark.parametrize(("drafter", "kind", "widths"), [
+    (PromptLookup(), Noise.NONE, (1, 4, 8)),
+    (PromptLookup(), Noise.SHARED, (1, 4, 8)),
+    (PromptLookup(chain(5), min_match=2, max_match=3), Noise.NONE, (1, 4, 8)),
+    (PromptLookup(dynamic(3, 2, 6)), Noise.NONE, (1,)),
+    (PromptLookup(earlier=40), Noise.SHARED, (1, 4, 8)),
 ], ids=["default", "rows together", "chain", "small", "earlier"])  # fmt: skip
-def test_the_likeliest_copies_are_proposed(drafter, kind, letters):
+def test_the_likeliest_copies_are_proposed(drafter, kind, widths, letters):
     rng, rows = np.random.default_rng(letters), ROWS if kind is Noise.NONE else 3
+    schedule = BestWidth(widths, COST)
     lengths = LENGTHS[-rows:]
     text = rng.integers(0, letters, (rows, SLOTS))
     text[: rows // 3] = np.arange(SLOTS) % 7  # periodic
     limits = rng.integers(0 if kind is Noise.NONE else 1, drafter.shape.depth + 1, rows)
     noise = RoundNoise(jax.random.split(jax.random.key(0), rows), jnp.asarray(lengths), jnp.asarray(False), letters)
-    draw = Draw(kind, noise, Sampling().rows(rows, letters), jnp.asarray(limits))
+    count = counting(rows, drafter.shape, schedule=schedule)
+    draw = Draw(kind, noise, Sampling().rows(rows, letters), jnp.asarray(limits), count=count)
     params: Any = {"earlier": jnp.full(drafter.earlier, -1)}
     for count in (3, 9, 11, 13) if drafter.earlier else ():
         params = drafter.remember(params, rng.integers(0, letters, count).tolist())
     earlier = np.asarray(params["earlier"]).tolist()
     assert earlier.count(-1) == (4 if drafter.earlier else 0)
     context = Context(jnp.asarray(text), jnp.asarray(lengths), None, None)  # pyright: ignore[reportArgumentType]
-    rich = Budget(jnp.full(rows, 99.0), jnp.zeros(rows))
-    proposal = jax.device_get(jax.jit(lambda: drafter.propose(params, rich, context, draw)[0])())
+    proposal = jax.device_get(jax.jit(lambda: drafter.propose(params, (), context, draw)[0])())
     sizes = set()
     found = [paths_by_hand(drafter, earlier + text[row, : lengths[row]].tolist(), limits[row]) for row in range(rows)]
     for row in range(rows):
-        width = width_by_hand(drafter, found if kind is Noise.SHARED else [found[row]])
+        width = width_by_hand(drafter, schedule, found if kind is Noise.SHARED else [found[row]])
         tree = type(proposal.tree)(*(a[row] if len(proposal.tokens) == len(a) else a for a in proposal.tree))
         expected = build(tree.parents, drafter.shape, np)
         assert all(np.array_equal(a, b) for a, b in zip(tree, expected))
@@ -105,7 +106,6 @@ def test_the_likeliest_copies_are_proposed(drafter, kind, letters):
     ({"tree": dynamic(3, 2, 8)}, "at most 7"),
     ({"min_match": 0}, "min_match"),
     ({"min_match": 17}, "min_match"),
-    ({"widths": (0,)}, "widths"),
     ({"earlier": -1}, "earlier"),
     ({"earlier": 1 << 17}, "earlier"),
 ])  # fmt: skip

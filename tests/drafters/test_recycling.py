@@ -35,9 +35,8 @@ NOTHING = (-1,) * KEPT
 
 
 def tables(drafter, batch):
-    """Empty tables, and a budget for any draft."""
-    state = drafter.init(None, batch, 0)
-    return state._replace(budget=state.budget._replace(left=jnp.full(batch, 99.0)))
+    """Empty tables."""
+    return drafter.init(None, batch, 0)
 
 
 def read(state, row) -> dict[int, dict]:
@@ -127,9 +126,9 @@ def test_any_table_gives_a_draft(tree, kind, seed):
     ids = rng.permuted(np.tile(np.arange(V), (rows, SIZE + 1, 1)), axis=-1)[..., :KEPT]
     ids = np.where(rng.random(ids.shape) < 0.2, -1, ids)
     probs = rng.dirichlet(np.ones(KEPT), (rows, SIZE)).astype(np.float32)
-    drafter = Recycling(tree, SIZE, widths=())
+    drafter = Recycling(tree, SIZE)
     kept, shares = (jnp.asarray(a[:, :SIZE].reshape(rows, -1)) for a in (ids, probs))
-    state = Tables(jnp.asarray(token), kept, shares, jnp.asarray(ids[:, SIZE]), tables(drafter, rows).budget)
+    state = Tables(jnp.asarray(token), kept, shares, jnp.asarray(ids[:, SIZE]))
     text, length = rng.integers(0, V - 2, (rows, 20)), rng.integers(1, 20, rows)
     limit, bias = rng.integers(0, tree.shape.depth + 1, rows), np.where(np.isin(np.arange(V), padding), -np.inf, 0.0)
     given = {"kind": kind, "limit": jnp.asarray(limit), "logit_bias": jnp.asarray(bias, jnp.float32)}

@@ -13,6 +13,7 @@ import pytest
 import cases
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_hf
+from helpers.costs import DEFAULT
 from helpers.narrow import not_none
 from helpers.tiers import with_slow
 from helpers.toy_text import (
@@ -382,17 +383,20 @@ class TestDrafting:
     @pytest.mark.parametrize(
         ("drafter", "tree", "schedule"),
         [
-            ("prompt-lookup", None, Constant()),
-            ("prompt-lookup", 4, Constant()),
+            ("prompt-lookup", None, DEFAULT),
+            ("prompt-lookup", 4, DEFAULT),
+            ("recycling", None, DEFAULT),
+            ("recycling", branching(2, 1), Constant()),
             ("model", 2, Constant()),
             ("none", None, Constant()),
         ],
     )
-    def test_what_is_given_without_a_schedule_drafts_its_whole_tree(self, drafter, tree, schedule):
-        """Or what it chooses; what that may lose is bounded in test_paying.py. A schedule that is given is kept."""
+    def test_the_default_schedule_drafts_the_whole_tree_or_what_pays(self, drafter, tree, schedule):
+        """What it may lose is bounded in test_balance.py. A schedule that is given is kept."""
         made = Drafting(drafter, tree=tree, draft=DRAFT if drafter == "model" else None)
         assert made.build(TOY)[0].schedule == schedule
         assert dataclasses.replace(made, schedule="constant").build(TOY)[0].schedule == Constant()
+        assert dataclasses.replace(made, schedule="best-width").build(TOY)[0].schedule == DEFAULT
 
     @pytest.mark.slow
     def test_objects_are_the_members_of_those_names(self):

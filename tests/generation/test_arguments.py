@@ -401,7 +401,7 @@ class Silent(Unfinished):
         ("drafter", Loose(), "a drafter must be hashable, because it is a static argument, but Loose is not; make it"),
         ("rule", Unfinished(), "a rule object; Unfinished has no noise, see jaxspec.core.rule"),
         ("rule", Silent(), "a rule object; Silent cannot be called"),
-        ("schedule", Unfinished(), "a schedule object; Unfinished has no widths, limit, update"),
+        ("schedule", Unfinished(), "a schedule object; Unfinished has no widths, limit, count_nodes, update"),
         ("schedule", 3, "a schedule object, got 3"),
     ],
 )

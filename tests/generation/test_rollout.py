@@ -16,7 +16,6 @@ from helpers.compiling import simulated
 from helpers.paths import TESTS
 from helpers.shapes import unchecked
 from helpers.toys import allowed, log_softmax, noisy
-from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.testing import TableLM
 
@@ -33,7 +32,7 @@ MIXED = jaxspec.Sampling(
     top_p=np.array([1.0, 0.8, 1.0, 0.6, 1.0, 0.9, 1.0, 0.7, 1.0]),
     min_p=np.array([0.0, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.2, 0.0]),
 )
-LOOKUP = jaxspec.Drafting(PromptLookup(jaxspec.chain(3), widths=()))
+LOOKUP = jaxspec.Drafting("prompt-lookup", tree=3, schedule="constant")
 FOUR = """
 import json, sys
 sys.path.insert(0, sys.argv[1])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,13 @@ import jaxspec
 from helpers.paths import GOLDEN_DIR
 from jaxspec.bench.run import buildable
 from jaxspec.checkpoints.source import open_source
-from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.testing import tie_gap
 
 pytestmark = pytest.mark.smollm2
 GOLDEN = GOLDEN_DIR / "smollm2_greedy.json"
 TIE = 1e-3
 CAPACITY = 512  # one for all, so that a drafter compiles once
-LOOKUP = PromptLookup(jaxspec.chain(3), widths=())  # in every round, whether that pays for ten rows or not
+LOOKUP: dict[str, Any] = {"drafter": "prompt-lookup", "tree": 3, "schedule": "constant"}
 
 
 def assert_same_up_to_ties(model, reference, output, keys, sampling, limit):
@@ -41,7 +41,7 @@ def test_greedy_text_is_that_of_transformers(smollm2):
     count = 64
     rows = json.loads(GOLDEN.read_text())["rows"]
     prompts = [row["prompt"] for row in rows]
-    output = jaxspec.generate(smollm2, prompts, drafter=LOOKUP, chat=True, max_new_tokens=count, capacity=CAPACITY)
+    output = jaxspec.generate(smollm2, prompts, **LOOKUP, chat=True, max_new_tokens=count, capacity=CAPACITY)
     agreed = 0
     for row, out in zip(rows, output):
         assert out.prompt_tokens == row["prompt_tokens"]
@@ -80,7 +80,7 @@ def shallow(model):
 def test_drafts_leave_the_text_as_it_is(smollm2, rows):
     """Float32, greedy and sampled rows, against plain decoding."""
     reference = decode(smollm2, rows, "none")
-    output = decode(smollm2, rows, LOOKUP)  # compiled by the test before
+    output = decode(smollm2, rows, **LOOKUP)  # compiled by the test before
     assert_same_up_to_ties(smollm2, reference, output, rows[2], rows[1], limit=1)
     assert output.stats.accepted > 0
 

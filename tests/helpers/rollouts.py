@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import jaxspec
 from helpers.pages import blocks
 from helpers.toys import lively, transformer
-from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.testing import TableLM
 
 LM = transformer(num_heads=4, num_kv_heads=4, vocab_size=64, num_layers=1)
@@ -86,7 +85,7 @@ def shared() -> list[bool]:
             tokens, count = jnp.arange(prompts * 3).reshape(prompts, 3), jnp.full(prompts, 3)
             return jaxspec.rollout(
                 jaxspec.Model(lm, params), tokens, count, key=jax.random.key(1), max_new_tokens=12, samples=samples,
-                drafting=jaxspec.Drafting(PromptLookup(jaxspec.chain(2), widths=())), mesh=mesh,
+                drafting=jaxspec.Drafting("prompt-lookup", tree=2, schedule="constant"), mesh=mesh,
             )  # fmt: skip
 
         one, four = (jax.jit(draw, static_argnums=1)(*given) for given in ((params, None), (split, mesh)))

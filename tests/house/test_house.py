@@ -39,8 +39,8 @@ itself, whose names are imported when they are first used."""
 
 MEMBERS = {
     "rules": {"_siblings"},
-    "drafters": {"_beam", "_fixed", "_grow", "_level", "_match", "_paying", "_tapped", "_tree", "_window"},
-    "schedules": set(),
+    "drafters": {"_beam", "_fixed", "_grow", "_level", "_match", "_tapped", "_tree", "_window"},
+    "schedules": {"_balance"},
 }
 """Packages whose modules know no other of them, and what they share."""
 
