@@ -190,7 +190,7 @@ def _check_bias(token: Any, value: Any) -> int:
         raise TokenOutOfRange(f"logit_bias has a token id {shown(token)}; ids are whole numbers from 0")
     array = _array(value)
     if array.ndim or array.dtype.kind not in _FLOATS or not array < np.finfo(np.float32).max:  # NaN included
-        raise InvalidConfig(f"logit_bias of token {number} must be finite, or -inf to ban it; got {shown(value)}")
+        raise InvalidConfig(f"logit_bias of token {number} must not be NaN or +inf (-inf bans it), got {shown(value)}")
     return number
 
 

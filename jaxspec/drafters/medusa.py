@@ -64,7 +64,7 @@ class Medusa(TreeDrafter):
         most = self.config.max_depth
         if not 1 <= depth <= most:
             raise InvalidConfig(
-                f"{self.config.num_heads} heads draft trees of depth 1 to {most}; got a tree of depth {depth}"
+                f"{self.config.num_heads} heads draft trees of depth 1 to {most}, got a tree of depth {depth}"
             )
         if width > self.config.rows:
             raise InvalidConfig(

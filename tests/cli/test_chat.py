@@ -145,7 +145,7 @@ def test_turns_are_one_generation(drafter, budget, read, capsys):
     assert chat.messages[0] == {"role": "system", "content": "bed"}
     assert chat.read + chat.stats.committed == len(chat.ids)
     assert "stop" in reasons if budget == "24" else "length" in reasons
-    assert "reading it again" not in capsys.readouterr().err
+    assert "reading the conversation again" not in capsys.readouterr().err
     chat.reset()
     assert (ask(chat, LINES[0]).text, chat.answers) == (expected[0][0], 1)
 
@@ -160,7 +160,7 @@ def test_a_template_that_rewrites_what_was_said(capsys):
         row = ask(chat, line)
         assert (row.text, row.tokens) == expected
         assert chat.ids == forgetful.encode_chat(chat.messages[:-1]) + row.tokens
-        assert ("reading it again" in capsys.readouterr().err) == (i > 0)
+        assert ("reading the conversation again" in capsys.readouterr().err) == (i > 0)
 
 
 @pytest.mark.parametrize(("token", "budget", "line", "all_of_it"), [("a", 2, "b", "ccaab"), ("Ã", 1, "c", "cc\ufffdc")])
@@ -171,7 +171,7 @@ def test_no_token_reaches_across(token, budget, line, all_of_it, capsys):
     assert ask(chat, "cc").tokens == [WORDS.index(token)] * budget
     expected = whole(chat, line)
     assert ask(chat, line).tokens == expected[1]
-    assert "reading it again" in capsys.readouterr().err
+    assert "reading the conversation again" in capsys.readouterr().err
     assert chat.ids[:-budget] == TOKENIZER.encode(all_of_it)
 
 
@@ -183,7 +183,7 @@ def test_tokens_that_the_tokenizer_would_not_have_chosen(capsys):
     chat = begin(target=toy(jnp.asarray(table)))
     assert ask(chat, "c").tokens == [A, B, END]
     assert ask(chat, "d").tokens == [A, B, END]
-    assert "reading it again" not in capsys.readouterr().err
+    assert "reading the conversation again" not in capsys.readouterr().err
     assert TOKENIZER.decode(chat.ids) == "cabdab"
     assert chat.read == len(chat.ids) - 6
 
@@ -214,7 +214,7 @@ def test_an_answer_is_ended_from_outside(read, capsys):
         assert row.tokens == ([] if ends else expected[1])
         assert read == [len(chat.ids) - len(row.tokens) - before]
     assert chat.messages[3] == {"role": "assistant", "content": ""}
-    assert "reading it again" not in capsys.readouterr().err
+    assert "reading the conversation again" not in capsys.readouterr().err
 
 
 def test_what_cannot_talk():

@@ -233,7 +233,7 @@ def test_what_both_have_is_said_once(capsys, monkeypatch):
 
 
 def test_a_draft_without_a_tokenizer_needs_as_many_tokens():
-    with pytest.raises(VocabMismatch, match="of 17 tokens, the target of 16"):
+    with pytest.raises(VocabMismatch, match="of 17 tokens and the target has one of 16"):
         go(["abc"], "model", draft=Model(TableLM(V + 1), {}))
 
 

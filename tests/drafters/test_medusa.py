@@ -251,9 +251,9 @@ def test_what_does_not_fit_is_refused():
         say(heads=DraftHeads(own, init_params(own, PROJECTION)), tree=4)
     with pytest.raises(InvalidConfig, match="depth 1 to inf, got a tree of depth 0"):
         say(heads=heads("recurrent"), tree=from_paths([]))
-    with pytest.raises(InvalidConfig, match="21 children, and the heads have 20 tokens"):
+    with pytest.raises(InvalidConfig, match="21 children, but the heads have a vocabulary of only 20"):
         say(heads=heads("path, reduced"), tree=dynamic(21, 2, 4))
-    with pytest.raises(InvalidConfig, match="21 children, and the heads have 20 tokens"):
+    with pytest.raises(InvalidConfig, match="21 children, but the heads have a vocabulary of only 20"):
         say(heads=heads("path, reduced"), tree=branching(21))
     for name, other in (("features of 32", {"hidden_size": 32}), ("a vocabulary of 9", {"vocab_size": 9})):
         config = dataclasses.replace(made.config, **other)

@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(InvalidConfig, match="does not take exit_layers"):
         jaxspec.generate(model(), [1], drafter="pard", draft=named, drafter_options={"exit_layers": 1})
     one, other = (model(96, settings=named.settings, tokenizer=tokenizer) for tokenizer in tokenizers())
-    with pytest.raises(VocabMismatch, match="or some of them differ"):
+    with pytest.raises(VocabMismatch, match="or some tokens differ"):
         build(one, target=other)
     assert build(one, target=one)[0].token == 1
 

@@ -558,7 +558,7 @@ ERRORS = {
     "tree for an object": (
         InvalidConfig,
         {"drafter": NoDraft(), "tree": 2},
-        ["a drafter object has its own"],
+        ["a drafter object cannot be combined with tree"],
     ),
     "no layers": (InvalidConfig, {"drafter": "early-exit"}, ["TableLM", "stop after a layer"]),
     **{

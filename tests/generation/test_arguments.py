@@ -421,7 +421,7 @@ def test_members_are_taken_as_objects(nowhere, function):
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookup()])
 def test_a_rule_that_needs_a_law_is_refused_for_drafts_without_one(nowhere, drafter):
-    with pytest.raises(InvalidConfig, match="this drafter proposes tokens without a law; use one that draws"):
+    with pytest.raises(InvalidConfig, match="without a distribution; use a drafter that draws"):
         jaxspec.stream(**GENERATE, drafter=drafter, rule="lossy-cascade")
     for given in ({"rule": "rejection", "drafter": drafter}, {"rule": "lossy-cascade", "drafter": "none"}):
         with pytest.raises(Compiles):

@@ -91,7 +91,7 @@ def test_what_is_enumerated_is_a_law():
     assert not stopped[2, :2].any()
     with pytest.raises(InvalidConfig, match="plain decoding"):
         round_law(cast(Any, RULES["coupled"]), chain(1), random_laws(0, 3), random_laws(1, 3))
-    with pytest.raises(InvalidConfig, match="takes chains"):
+    with pytest.raises(InvalidConfig, match="supports only chains"):
         bias(WEIGHING["block"], branching(2), random_laws(0, 3), random_laws(1, 3))
     with pytest.raises(InvalidConfig, match="dense"):
         random_laws(0, 3, "odd")

@@ -173,7 +173,7 @@ def test_a_lossless_rule_that_accepts_less_than_it_could_passes(share):
         (Neighbour(), "whose probability is 0|cannot be reached|not greedy"),
         (Impatient(), "padding"),
         (Undeclared(), "not lossless: a round has a bias of"),
-        (Modest(), "appears lossless"),
+        (Modest(), "seems to be lossless"),
         (AFactorForgotten(), "not lossless"),
         (Single(), "next_logits of a wrong shape"),
         (Columnar(), "node_probs of a wrong shape"),
