@@ -48,6 +48,7 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
         needs: the files without which SmolLM2 cannot be loaded, by what they are.
     """
     rounds = ("--layers", "4", "--repeats", "2", "--small") if small else ("--layers", "32")
+    few_layers = rounds if small else ("--layers", "8")  # each layer in Pallas takes seconds to lower
     bits = (
         ("--dtypes", "float32", "--layers", "2", "--prompts", "2", "--tokens", "6", "--batches", "2",
          "--drafters", "prompt-lookup")
@@ -67,13 +68,15 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
         return Part(name, answers, (f"scripts.{module}", "--record", name, *arguments), limit, **more)
 
     return [
-        part("products", 100, "do rows of a product have the same bits for any number of rows?", "measure.products",
+        part("products", 90, "do rows of a product have the same bits for any number of rows?", "measure.products",
              *size),
-        part("text-bits", 150, "do texts have the same bits with any drafter, tree, batch and session?", "prove.bits",
+        part("text-bits", 140, "do texts have the same bits with any drafter, tree, batch and session?", "prove.bits",
              "--exact", "both", "--report-only", *bits, needs=needs),
         part("exact-widths", 85, "what does a round cost by width, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "widths", *rounds),
-        part("exact-drafters", 150, "what does a round cost by drafter, exact and not?", "measure.rounds",
+        part("pallas-products", 50, "what does a round cost with products in Pallas?", "measure.rounds",
+             "--exact", "both", "--parts", "products", *few_layers),
+        part("exact-drafters", 130, "what does a round cost by drafter, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "drafters", "--at-once", "14", *rounds),
         part("exact-batch", 65, "what does a round of 16 rows cost, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "batch", *rounds),

@@ -49,7 +49,7 @@ CAPACITY = 2048
 SMALL = (256, 512, 4, 2)
 """Widths of the residual stream and between, and heads, of a toy model."""
 SMALL_DRAFTERS = ("prompt-lookup, chain 8", "eagle (EAGLE-3), chain 4")
-PARTS = ("options", "widths", "drafters", "int8", "batch", "sampled")
+PARTS = ("options", "widths", "drafters", "int8", "batch", "sampled", "products")
 READ = 1 << 31
 """Bytes that are summed to see how fast memory is read."""
 WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -68,6 +68,7 @@ class Case:
         rows: the batch.
         temperature: of all rows.
         attention: see `jaxspec.load`.
+        products: see `jaxspec.models.execution.Execution`.
         captured: whether loops are captured in a command buffer.
         exact: whether the target runs as after `jaxspec.load(..., exact=True)`.
     """
@@ -78,12 +79,18 @@ class Case:
     rows: int = 1
     temperature: float = 0.0
     attention: str = "xla"
+    products: str = "xla"
     captured: bool = True
     exact: bool = False
 
     def made_exact(self) -> "Case":
         """Returns the same case with `exact=True`."""
         return dataclasses.replace(self, name=f"{self.name}, exact", exact=True)
+
+    def made_of_pallas(self) -> "Case":
+        """Returns the same case with the kernels of `jaxspec.models.products_pallas`."""
+        name = f"{self.name}, products in Pallas"
+        return dataclasses.replace(self, name=name, attention="pallas", products="pallas")
 
 
 PLAIN = Case("plain")
@@ -99,6 +106,7 @@ def parts(names: list[str], widths: Sequence[int], forms: Sequence[bool]) -> dic
         forms: False for the cases with XLA's kernels, True for their exact forms, which come after each of them.
     """
     wide = [Case(f"width {width}", width) for width in widths]
+    few = [PLAIN, *wide[2::3]]
     own = {
         "options": [
             PLAIN, Case(CHAIN, CHAIN),
@@ -116,6 +124,7 @@ def parts(names: list[str], widths: Sequence[int], forms: Sequence[bool]) -> dic
             Case("width 8, attention in Pallas", 8, rows=16, attention="pallas"),
         ],
         "sampled": [Case("plain", temperature=0.8), Case(CHAIN, CHAIN, temperature=0.8)],
+        "products": [*few, *(case.made_of_pallas() for case in few)],
     }  # fmt: skip
     return {name: list(itertools.chain(*(in_forms(case, forms) for case in cases))) for name, cases in own.items()}
 
@@ -170,7 +179,7 @@ class Bench:
 
     def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, Callable[[], State]]:
         """Returns functions that compile the loop and make the state of prompts of one token, and the weights."""
-        target = self.lm.with_execution(attention=case.attention)
+        target = self.lm.with_execution(attention=case.attention, products=case.products)
         target = exact.apply(target, "int8" if case.int8 else "bfloat16") if case.exact else target
         drafter, weights = self.weights(case)
         decoder = jaxspec.Decoder(target, drafter, Coupled(), widths=())
