@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.laws import first_highest, highest, log_law, scores, tempered
+from jaxspec.core.laws import first_highest, highest, log_law, scores, temper_logits
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 
 
 class Noise(enum.Enum):
@@ -129,8 +129,8 @@ class Draw:
             stopped = self.stop_after(law, estimate)
         else:
             perturbed = self._perturbed(logits, depth, ids)
-            stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, sampling), -1), estimate)
-        tokens = self._allowed(*_highest(perturbed, width), stopped, depth)[0]
+            stopped = self.stop_after(jax.nn.log_softmax(temper_logits(logits, sampling), -1), estimate)
+        tokens = self._allowed(*_take_highest(perturbed, width), stopped, depth)[0]
         if ids is None:
             return tokens, law
         if law is not None:
@@ -155,11 +155,11 @@ class Draw:
             The tokens, and their scores as logarithms.
         """
         perturbed = self._perturbed(logits, depth, ids)
-        stopped = self.stop_after(jax.nn.log_softmax(tempered(logits, self._of(ids)), -1), estimate)
-        tokens, best = self._allowed(*_highest(perturbed, width), stopped, depth)
-        worth = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
-        worth = jnp.where((tokens >= 0) & (worth <= 0), worth, -jnp.inf)
-        return tokens if ids is None else jnp.where(tokens >= 0, ids[tokens], -1), worth
+        stopped = self.stop_after(jax.nn.log_softmax(temper_logits(logits, self._of(ids)), -1), estimate)
+        tokens, best = self._allowed(*_take_highest(perturbed, width), stopped, depth)
+        scores = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
+        scores = jnp.where((tokens >= 0) & (scores <= 0), scores, -jnp.inf)
+        return tokens if ids is None else jnp.where(tokens >= 0, ids[tokens], -1), scores
 
     def among(
         self, candidates: Candidates, depth: Array | int, width: int
@@ -173,19 +173,19 @@ class Draw:
         logits, bias = candidates.logits, self.sampling.logit_bias
         if bias is not None:
             logits = logits + jnp.where(ids >= 0, entries(bias[:, None]), 0.0)
-        score = tempered(logits, dataclasses.replace(self.sampling, logit_bias=None))
+        score = temper_logits(logits, dataclasses.replace(self.sampling, logit_bias=None))
         stopped = self.stop_after(jax.nn.log_softmax(score, -1))
         if self.kind is Noise.SHARED:
             score = score + jnp.where(self._greedy | (ids < 0), 0.0, entries(self.noise.target(depth)))
-        places, best = self._allowed(*_highest(jnp.where(ids >= 0, score, -jnp.inf), width), stopped, depth)
-        worth = best - jax.nn.logsumexp(score, -1, keepdims=True)
-        worth = jnp.where((places >= 0) & (worth <= 0), worth, -jnp.inf)
-        tokens = jnp.take_along_axis(ids, jnp.maximum(places, 0), -1)
-        return jnp.where(places >= 0, tokens, -1), worth
+        indices, best = self._allowed(*_take_highest(jnp.where(ids >= 0, score, -jnp.inf), width), stopped, depth)
+        scores = best - jax.nn.logsumexp(score, -1, keepdims=True)
+        scores = jnp.where((indices >= 0) & (scores <= 0), scores, -jnp.inf)
+        tokens = jnp.take_along_axis(ids, jnp.maximum(indices, 0), -1)
+        return jnp.where(indices >= 0, tokens, -1), scores
 
     @property
     def _greedy(self) -> Bool[Array, "B 1 1"]:
-        return (self.sampling.temperature < GREEDY)[:, None, None]
+        return (self.sampling.temperature < MIN_TEMPERATURE)[:, None, None]
 
     def _of(self, ids: Int[Array, "R"] | None) -> Sampling:
         """Returns the settings for logits of these tokens."""
@@ -200,7 +200,7 @@ class Draw:
         self, logits: Float[Array, "B n R"], depth: Array | int, ids: Int[Array, "R"] | None = None
     ) -> Float[Array, "B n R"]:
         """Returns scores with the target's noise, or without noise."""
-        score = tempered(logits, self._of(ids))
+        score = temper_logits(logits, self._of(ids))
         if self.kind is not Noise.SHARED:
             return score
         extra = self.noise.target(depth)
@@ -215,7 +215,7 @@ class Draw:
         return jnp.where(allowed, tokens, -1).astype(jnp.int32), best
 
 
-def _highest(scores: Float[Array, "B n V"], width: int) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
+def _take_highest(scores: Float[Array, "B n V"], width: int) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
     """Returns the tokens of the highest scores, the lowest id first among equal scores, and the scores."""
     if width == 1:
         tokens = first_highest(scores)[..., None]

@@ -9,23 +9,23 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.backend.layout import gpu_dependent
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 
 _BLOCK = 128
 
 
-def tempered(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+def temper_logits(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
     """Returns biased and tempered log-scores, in float32 at least. Greedy rows keep their biased logits."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if sampling.logit_bias is not None:
         logits = logits + sampling.logit_bias[:, None, :]
     temperature = sampling.temperature[:, None, None]
-    return jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))
+    return jnp.where(temperature < MIN_TEMPERATURE, logits, logits / jnp.maximum(temperature, MIN_TEMPERATURE))
 
 
 def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """Returns `tempered` scores, with tokens outside the top k at -inf."""
-    score = tempered(logits, sampling)
+    """Returns scores of `temper_logits`, with tokens outside the top k at -inf."""
+    score = temper_logits(logits, sampling)
 
     def limited() -> Array:
         k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, score.shape[-1]), score.shape[-1])[:, None]
@@ -45,7 +45,7 @@ def log_law(scores: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
 
     Greedy rows are point masses at the first of the highest scores.
     """
-    greedy = (sampling.temperature < GREEDY)[:, None, None]
+    greedy = (sampling.temperature < MIN_TEMPERATURE)[:, None, None]
     limited = jnp.where(_kept(scores, sampling), scores, -jnp.inf)
     point = jnp.arange(scores.shape[-1]) == scores.argmax(-1)[..., None]
     return jnp.where(greedy, jnp.where(point, 0.0, -jnp.inf), jax.nn.log_softmax(limited, -1))
@@ -59,7 +59,7 @@ def log_prob(
     `drawn` states that each token was drawn from this law. Such a token counts as kept by top-p, because the sum that
     decides may have been rounded differently in the program that drew the token.
     """
-    greedy = (sampling.temperature < GREEDY)[:, None]
+    greedy = (sampling.temperature < MIN_TEMPERATURE)[:, None]
     score = jnp.take_along_axis(scores, tokens[..., None], -1)
 
     def sampled() -> Array:
@@ -215,7 +215,7 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
 
     Every check excludes at least one more token, so there are at most V of them, whatever the scores and settings are.
     """
-    perturbed = jnp.where(sampling.temperature < GREEDY, scores, scores + noise)
+    perturbed = jnp.where(sampling.temperature < MIN_TEMPERATURE, scores, scores + noise)
 
     def check(state: tuple[Array, ...]) -> tuple[Array, ...]:
         # Without the barrier, XLA would compute in every call what only truncated laws need.
@@ -235,6 +235,6 @@ def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sa
         return (state[0] < scores.shape[-1]) & ~state[3].all()
 
     laws, nodes = (scores, perturbed), scores.shape[:1]
-    untruncated = (sampling.temperature < GREEDY) | ((sampling.top_p >= 1) & (sampling.min_p <= 0))
+    untruncated = (sampling.temperature < MIN_TEMPERATURE) | ((sampling.top_p >= 1) & (sampling.min_p <= 0))
     start = jnp.int32(0), jnp.full(nodes, -jnp.inf), first_highest(perturbed), jnp.full(nodes, untruncated)
     return lax.while_loop(unfinished, check, start)[2]

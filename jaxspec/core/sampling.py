@@ -19,7 +19,7 @@ from jaxtyping import Array
 from jaxspec.core.checks import index, whole
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
-GREEDY = 1e-6
+MIN_TEMPERATURE = 1e-6
 """Temperatures below this mean exact greedy decoding."""
 
 MAX_ROWS = 1 << 24

@@ -24,7 +24,7 @@ from jaxspec.core.networks import LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Cache, Context, Proposal, Status, Window
 from jaxspec.core.rule import Rule
-from jaxspec.core.sampling import GREEDY
+from jaxspec.core.sampling import MIN_TEMPERATURE
 from jaxspec.core.schedule import Constant, Schedule, check_widths
 from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit, cut
@@ -110,7 +110,7 @@ class Decoder:
         """Runs one round: every running row drafts to `max_depth` at most, and commits 1 to D + 1 tokens."""
         shape = self.drafter.shape
         deepest = shape.depth if max_depth is None else jnp.minimum(max_depth, shape.depth)
-        any_sampled = jnp.any(state.sampling.temperature >= GREEDY)
+        any_sampled = jnp.any(state.sampling.temperature >= MIN_TEMPERATURE)
         running = state.status == Status.RUNNING
         limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, deepest), 0)
 

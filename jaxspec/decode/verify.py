@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.laws import highest, log_law, scores, tempered
+from jaxspec.core.laws import highest, log_law, scores, temper_logits
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Seen, Verdict
 from jaxspec.core.rule import CoupledRule, Rule, WeighingRule
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.tree import Tree
 
 Finite = Callable[[Int[Array, "B D1"], Int[Array, "B D1"]], Bool[Array, "B D1"]]
@@ -124,7 +124,7 @@ def apply_rule(
             drawn = logits[jnp.arange(len(path))[:, None], path, tokens]
             if sampling.logit_bias is not None:
                 drawn = drawn + jnp.take_along_axis(sampling.logit_bias, tokens, 1)
-            return jnp.isfinite(tempered(drawn[..., None], rows)[..., 0])
+            return jnp.isfinite(temper_logits(drawn[..., None], rows)[..., 0])
 
         return cast(CoupledRule, rule)(after, noise.target_at, rows, proposal), drawn_are_finite
 
@@ -136,7 +136,7 @@ def apply_rule(
     node, weights = jax.vmap(stop)(law, drop_invalid_children(proposal), number)
     # The token is drawn with the noise of its position, as without a draft. No drafter reads it under such a rule.
     extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1))[:, 0]
-    extra = jnp.where((sampling.temperature < GREEDY)[:, None], 0.0, extra)
+    extra = jnp.where((sampling.temperature < MIN_TEMPERATURE)[:, None], 0.0, extra)
     verdict = Verdict(node, (weights + extra).argmax(-1).astype(jnp.int32))
     return verdict, lambda path, tokens: jnp.take_along_axis(finite, path, 1)
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-TRUST = (0.0, 0.2, 0.53, 0.69, 0.72, 0.82, 0.83, 0.87, *[0.92] * 8, 0.96)
+MATCH_ACCURACY = (0.0, 0.2, 0.53, 0.69, 0.72, 0.82, 0.83, 0.87, *[0.92] * 8, 0.96)
 """How often the next token is the one that followed a match of 0, 1, 2, ... tokens (`scripts/measure/replay.py`)."""
 
 
@@ -15,10 +15,10 @@ def count_matches(tokens: Int[Array, "S"], length: Int[Array, ""], most: int) ->
         length: the length of the text.
         most: the largest number of tokens that are compared.
     """
-    places = jnp.arange(tokens.size)
+    positions = jnp.arange(tokens.size)
     padded = jnp.concatenate([jnp.full((most,), -3, tokens.dtype), tokens])  # -1 ends an earlier answer
-    match = jnp.zeros_like(places)
-    equal = (places > 0) & (places < length)
+    match = jnp.zeros_like(positions)
+    equal = (positions > 0) & (positions < length)
     for back in range(1, most + 1):
         before = padded[most - back : most - back + tokens.size]
         ending = jnp.where(length >= back, tokens[jnp.maximum(length - back, 0)], -2)
@@ -27,7 +27,7 @@ def count_matches(tokens: Int[Array, "S"], length: Int[Array, ""], most: int) ->
     return match
 
 
-def find_places(
+def find_positions(
     tokens: Int[Array, "S"], length: Int[Array, ""], count: int, least: int, most: int
 ) -> tuple[Int[Array, " J"], Int[Array, " J"]]:
     """Returns the positions after the longest matches, each with a different token, and the lengths of the matches.
@@ -41,11 +41,11 @@ def find_places(
         least: the least number of matching tokens; positions with fewer, and missing positions, have a match of 0.
         most: the largest number of tokens that are compared.
     """
-    match, found = count_matches(tokens, length, most), []
+    match, candidates = count_matches(tokens, length, most), []
     match = jnp.where((match >= least) & (tokens >= 0), match, 0)
     for _ in range(count):
-        place = jnp.argmax(match * tokens.size + jnp.arange(tokens.size) * (match > 0))
-        found.append((place, match[place]))
-        match = jnp.where(tokens == tokens[place], 0, match)
-    places, matches = zip(*found)
-    return jnp.stack(places), jnp.stack(matches)
+        position = jnp.argmax(match * tokens.size + jnp.arange(tokens.size) * (match > 0))
+        candidates.append((position, match[position]))
+        match = jnp.where(tokens == tokens[position], 0, match)
+    positions, matches = zip(*candidates)
+    return jnp.stack(positions), jnp.stack(matches)

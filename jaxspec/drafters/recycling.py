@@ -23,17 +23,17 @@ from jaxspec.core.records import Advance, Context, Params, Proposal, Seen
 from jaxspec.core.topology import Dynamic, Topology, dynamic
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
-from jaxspec.drafters._match import TRUST, find_places
+from jaxspec.drafters._match import MATCH_ACCURACY, find_positions
 from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
 
-KEPT = 8
+TOKENS_PER_ENTRY = 8
 """The number of tokens kept for each token."""
 
-GUESSES = tuple(0.3 / (rank + 1) for rank in range(KEPT))
+GUESS_SHARES = tuple(0.3 / (rank + 1) for rank in range(TOKENS_PER_ENTRY))
 """Shares of the other likely tokens of the law that gave the root (`scripts/measure/replay.py`)."""
 
-TREE = dynamic(beam=8, depth=7, nodes=32)
+RECYCLING_TREE = dynamic(beam=8, depth=7, nodes=32)
 
 
 class Tables(NamedTuple):
@@ -49,7 +49,7 @@ class Tables(NamedTuple):
 class Paths(NamedTuple):
     """Where the nodes of a draft are in the text, for each of the J positions that it copies from."""
 
-    places: Int[Array, "B S J"]  # the position of the next token to copy; -1: the path has left the text
+    positions: Int[Array, "B S J"]  # the position of the next token to copy; -1: the path has left the text
     match: Int[Array, "B J"]  # the number of tokens that match before the first copied token
     period: Int[Array, "B J"]  # a copy that reaches the end of the text continues this many tokens before
 
@@ -70,7 +70,7 @@ class Recycling(TreeDrafter):
         InvalidConfig: the tree has only its root, or nodes with more children than tokens are kept.
     """
 
-    tree: Topology | Dynamic = TREE
+    tree: Topology | Dynamic = RECYCLING_TREE
     size: int = 1 << 13
     places: int = 4
     share: float = 0.5
@@ -81,10 +81,12 @@ class Recycling(TreeDrafter):
     def __post_init__(self):
         shape = self.tree.shape
         if shape.depth < 1:
-            raise InvalidConfig("recycling drafts a tree of at least one token; got the root alone")
+            raise InvalidConfig("recycling needs a tree of at least one drafted token; got the root alone")
         width = self.tree.beam if isinstance(self.tree, Dynamic) else shape.width
-        if width > KEPT:
-            raise InvalidConfig(f"recycling keeps {KEPT} tokens after each, got a tree of {width} children of a node")
+        if width > TOKENS_PER_ENTRY:
+            raise InvalidConfig(
+                f"recycling knows {TOKENS_PER_ENTRY} tokens after each token, got a tree of width {width}"
+            )
 
     @classmethod
     def build(cls, inputs: DrafterInputs) -> tuple[Self, Params]:
@@ -93,7 +95,7 @@ class Recycling(TreeDrafter):
 
     @property
     def needs(self) -> Needs:
-        return Needs(observed=KEPT, node_count=isinstance(self.tree, Dynamic), tree=self.tree)
+        return Needs(observed=TOKENS_PER_ENTRY, node_count=isinstance(self.tree, Dynamic), tree=self.tree)
 
     @property
     def calls(self) -> int:
@@ -101,9 +103,9 @@ class Recycling(TreeDrafter):
         return 0
 
     def init(self, params: Params, batch: int, capacity: int) -> Tables:
-        none = jnp.full((batch, self.size * KEPT), -1, jnp.int32)
+        none = jnp.full((batch, self.size * TOKENS_PER_ENTRY), -1, jnp.int32)
         probs = jnp.zeros(none.shape, jnp.float32)
-        return Tables(none[:, : self.size], none, probs, none[:, :KEPT])
+        return Tables(none[:, : self.size], none, probs, none[:, :TOKENS_PER_ENTRY])
 
     def absorb(self, params: Params, state: Tables, advance: Advance) -> Tables:
         if advance.seen is None:
@@ -124,8 +126,8 @@ class Recycling(TreeDrafter):
             again = ids == follower[:, None]
             first = 0.5 + jnp.where(again, probs, 0.0).sum(-1)
             # The tokens before the follower's old position, or all of them, move back by one.
-            place = jnp.where(again.any(-1), jnp.argmax(again, -1), KEPT)
-            back = jnp.arange(KEPT - 1) < place[:, None]
+            place = jnp.where(again.any(-1), jnp.argmax(again, -1), TOKENS_PER_ENTRY)
+            back = jnp.arange(TOKENS_PER_ENTRY - 1) < place[:, None]
             ids = jnp.concatenate([follower[:, None], jnp.where(back, ids[:, :-1], ids[:, 1:])], 1)
             probs = jnp.concatenate([first[:, None], jnp.where(back, probs[:, :-1], probs[:, 1:])], 1)
             slot = jnp.where(on, token % self.size, self.size)
@@ -158,7 +160,7 @@ class Recycling(TreeDrafter):
         """Returns what followed each token; -1 and 0 where nothing is known."""
         slot = tokens % self.size
         hit = (jnp.take_along_axis(state.token, slot, 1) == tokens)[..., None]
-        at = _places(slot)
+        at = _entry_indices(slot)
         ids, probs = (
             jnp.take_along_axis(a, at.reshape(len(at), -1), 1).reshape(at.shape) for a in (state.ids, state.probs)
         )
@@ -178,23 +180,23 @@ class Recycling(TreeDrafter):
     def _find(self, context: Context, slots: int) -> Paths:
         """Returns the positions after the longest earlier matches with the end of each text, with different tokens."""
 
-        find = functools.partial(find_places, count=self.places, least=1, most=len(TRUST) - 1)
-        places, match = jax.vmap(find)(context.tokens, context.length)
-        period = context.length[:, None] - places
-        places = jnp.where(match > 0, places, -1)
-        return Paths(jnp.broadcast_to(places[:, None], (len(places), slots, self.places)), match, period)
+        find = functools.partial(find_positions, count=self.places, least=1, most=len(MATCH_ACCURACY) - 1)
+        positions, match = jax.vmap(find)(context.tokens, context.length)
+        period = context.length[:, None] - positions
+        positions = jnp.where(match > 0, positions, -1)
+        return Paths(jnp.broadcast_to(positions[:, None], (len(positions), slots, self.places)), match, period)
 
     def _read(self, state: Tables, context: Context, level: Level, paths: Paths) -> tuple[Candidates, Paths]:
         """Returns what may follow the nodes of a level."""
-        places, at_root = level.of_parents(paths.places), isinstance(level.depth, int) and level.depth == 0
+        positions, at_root = level.of_parents(paths.positions), isinstance(level.depth, int) and level.depth == 0
         if not at_root:
-            follows = self._next(context, places) == level.tokens[..., None]
-            further = places + 1
+            follows = self._next(context, positions) == level.tokens[..., None]
+            further = positions + 1
             further = jnp.where(further < context.length[:, None, None], further, further - paths.period[:, None])
-            places = jnp.where((places >= 0) & follows, further, -1)
-        copied = self._next(context, places)
-        match = jnp.minimum(paths.match + level.depth, len(TRUST) - 1)
-        trust = jnp.where(copied >= 0, jnp.asarray(TRUST)[match][:, None], 0.0)
+            positions = jnp.where((positions >= 0) & follows, further, -1)
+        copied = self._next(context, positions)
+        match = jnp.minimum(paths.match + level.depth, len(MATCH_ACCURACY) - 1)
+        trust = jnp.where(copied >= 0, jnp.asarray(MATCH_ACCURACY)[match][:, None], 0.0)
         rest = jnp.cumprod(1 - trust, -1)
         before = jnp.concatenate([jnp.ones_like(rest[..., :1]), rest[..., :-1]], -1)
         kept, probs = self._entries(state, level.tokens)
@@ -202,14 +204,14 @@ class Recycling(TreeDrafter):
         if at_root:
             others = jnp.where(state.guesses == level.tokens, -1, state.guesses)[:, None]
             ids.append(others)
-            shares.append(rest[..., -1:] * jnp.asarray(GUESSES, jnp.float32))
+            shares.append(rest[..., -1:] * jnp.asarray(GUESS_SHARES, jnp.float32))
         candidates = _merge(jnp.concatenate(ids, -1), jnp.concatenate(shares, -1))
-        return candidates, paths if at_root else paths._replace(places=level.put(paths.places, places))
+        return candidates, paths if at_root else paths._replace(positions=level.put(paths.positions, positions))
 
-    def _next(self, context: Context, places: Int[Array, "B n J"]) -> Int[Array, "B n J"]:
+    def _next(self, context: Context, positions: Int[Array, "B n J"]) -> Int[Array, "B n J"]:
         """Returns the token at each position; -1 for none."""
-        flat = jnp.maximum(places, 0).reshape(len(places), -1)
-        return jnp.where(places >= 0, jnp.take_along_axis(context.tokens, flat, 1).reshape(places.shape), -1)
+        flat = jnp.maximum(positions, 0).reshape(len(positions), -1)
+        return jnp.where(positions >= 0, jnp.take_along_axis(context.tokens, flat, 1).reshape(positions.shape), -1)
 
 
 def _put(
@@ -226,15 +228,15 @@ def _put(
         rows = jnp.arange(len(at)).reshape(-1, *[1] * (at.ndim - 1))
         return old.at[rows, at].set(new, mode="drop", unique_indices=unique)
 
-    at = _places(slot)
+    at = _entry_indices(slot)
     return state._replace(
         token=put(state.token, token, slot), ids=put(state.ids, ids, at), probs=put(state.probs, probs, at)
     )
 
 
-def _places(slot: Int[Array, "B n"]) -> Int[Array, "B n K"]:
+def _entry_indices(slot: Int[Array, "B n"]) -> Int[Array, "B n K"]:
     """Returns the indices of the K tokens of each slot."""
-    return slot[..., None] * KEPT + jnp.arange(KEPT)
+    return slot[..., None] * TOKENS_PER_ENTRY + jnp.arange(TOKENS_PER_ENTRY)
 
 
 def _merge(ids: Int[Array, "B n R"], shares: Float[Array, "B n R"]) -> Candidates:

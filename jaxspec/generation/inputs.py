@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.core import sizes
 from jaxspec.core.checks import flag, index
 from jaxspec.core.noise import as_key
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.decode.state import Request
 from jaxspec.errors import CheckpointError, EmptyPrompt, InvalidConfig, TokenOutOfRange, in_source, shown
 from jaxspec.generation.turns import RowRecord, Turn, continue_turn
@@ -222,7 +222,7 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
         InvalidConfig: `key` is not a random key or has the wrong shape, or `key` is None and a row is not greedy.
     """
     if key is None:
-        if np.any(np.asarray(sampling.temperature) >= GREEDY):
+        if np.any(np.asarray(sampling.temperature) >= MIN_TEMPERATURE):
             raise InvalidConfig("sampling needs a key: pass key=jax.random.key(seed)")
         key = jax.random.key(0)  # unused: greedy decoding draws nothing
     key = as_key(key, prompts * samples)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.core import checks, sizes
-from jaxspec.core.laws import log_prob, scores, tempered
+from jaxspec.core.laws import log_prob, scores, temper_logits
 from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import as_key
@@ -190,7 +190,7 @@ def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
     logits = lm.head(params, _aligned(features, rollout.start - 1, within.shape[1]))
     logits, token = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), rollout.new_tokens
     raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
-    score, untruncated = scores(logits, sampling), tempered(logits, sampling)
+    score, untruncated = scores(logits, sampling), temper_logits(logits, sampling)
     chosen = jnp.take_along_axis(untruncated, token[..., None], -1)
     score = jnp.where(untruncated >= chosen, untruncated, score)  # top-k also keeps it
     sampled = log_prob(score, token, sampling, drawn=True)

@@ -23,7 +23,7 @@ If rows share the decision, the same sums over these rows obey the same inequali
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-LARGEST = 1e12
+MAX_COST = 1e12
 """The limit of settings and of ratios of costs, so that their sums and products fit into float32."""
 
 

@@ -21,7 +21,7 @@ from jaxspec.core.theory import node_acceptance
 from jaxspec.core.topology import chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
-from jaxspec.schedules._balance import LARGEST, affordable, settle
+from jaxspec.schedules._balance import MAX_COST, affordable, settle
 
 SURPLUS_ROUNDS = 4
 """The balance is capped at `loss_budget` plus the cost of this many rounds at full depth, so that a row whose text
@@ -82,12 +82,12 @@ class Adaptive:
             )
         costs = tuple(number("a cost", cost, above=True) for cost in self.costs)
         object.__setattr__(self, "costs", costs)
-        if max(costs) >= LARGEST * min(costs):
-            raise InvalidConfig(f"costs must be within a factor of {LARGEST:g} of one another, got {shown(costs)}")
+        if max(costs) >= MAX_COST * min(costs):
+            raise InvalidConfig(f"costs must be within a factor of {MAX_COST:g} of one another, got {shown(costs)}")
         above, limits = {"prior_acceptance", "decay_rounds", "prior_rounds"}, {"prior_acceptance": 1.0}
         for field in dataclasses.fields(self):
             if isinstance(field.default, float):
-                value, most = getattr(self, field.name), limits.get(field.name, LARGEST)
+                value, most = getattr(self, field.name), limits.get(field.name, MAX_COST)
                 value = number(field.name, value, 0, most, above=field.name in above)
                 object.__setattr__(self, field.name, value)
 

@@ -21,7 +21,7 @@ from jaxspec.core.schedule import check_widths
 from jaxspec.core.theory import XLA_TOKEN_COST, TokenCost, assumed_cost
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
-from jaxspec.schedules._balance import LARGEST, affordable, settle
+from jaxspec.schedules._balance import MAX_COST, affordable, settle
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("balance",), meta_fields=("shape",))
@@ -73,7 +73,7 @@ class BestWidth:
         cpu = TokenCost(number("cpu.each", each, 0, 1), number("cpu.at_once", at_once, 1))
         object.__setattr__(self, "cpu", cpu)
         for name in ("loss_budget", "loss_per_token"):
-            object.__setattr__(self, name, number(name, getattr(self, name), 0, LARGEST))
+            object.__setattr__(self, name, number(name, getattr(self, name), 0, MAX_COST))
 
     def init(self, batch: int, shape: TreeShape) -> WidthState:
         return WidthState(jnp.full((batch,), self.loss_budget, jnp.float32), shape)

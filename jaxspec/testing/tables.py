@@ -22,7 +22,7 @@ from jaxspec.core.laws import log_law, scores
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import draw_gumbel
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.topology import Topology
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig
@@ -189,7 +189,7 @@ def tie_gap(
     logits = _logits(lm, params, jnp.asarray([text]))
     row = sampling.rows(1, lm.vocab)
     score = np.asarray(scores(logits[:, None], row), np.float64)[0, 0]
-    greedy = float(row.temperature[0]) < GREEDY
+    greedy = float(row.temperature[0]) < MIN_TEMPERATURE
     noise = draw_gumbel(key[None], jnp.asarray([[size]]), lm.vocab, not greedy)
     perturbed = score + np.asarray(noise, np.float64)[0, 0]
     gaps = [abs(perturbed[tokens[0]] - perturbed[tokens[1]])]

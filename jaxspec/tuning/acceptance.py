@@ -24,11 +24,11 @@ from jaxspec.api import generate
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
 from jaxspec.core.drafter import Drafter
-from jaxspec.core.laws import log_law, scores, tempered
+from jaxspec.core.laws import log_law, scores, temper_logits
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import seed_key
 from jaxspec.core.records import Params
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs
@@ -179,7 +179,9 @@ def measure(
     slots = sizes.round_to_bucket(sizes.required_slots(longest, sizes.PROMPT_CHUNK))
     rows = inputs.mask_padding(target, sampling, POSITIONS_AT_ONCE)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
-    compare = functools.partial(_compare, target.lm, draft, children, draws, limited, sampling.temperature < GREEDY)
+    compare = functools.partial(
+        _compare, target.lm, draft, children, draws, limited, sampling.temperature < MIN_TEMPERATURE
+    )
     key = seed_key(seed)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i)))(np.arange(len(prompts)))
     texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter="none", sampling=sampling,
@@ -255,7 +257,7 @@ def _compare(
     def law(logits: Array) -> Array:
         return jnp.exp(log_law(scores(logits, rows), rows))[:, 0]
 
-    free = jax.nn.softmax(tempered(ours, rows), -1)[:, 0]
+    free = jax.nn.softmax(temper_logits(ours, rows), -1)[:, 0]
     if greedy:
         kept = analysis.deterministic_acceptance(law(theirs), free, children)
         return {ANY_RULE: jnp.stack([kept, kept])}

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxspec.core.checks import check_arguments, whole
 from jaxspec.core.drafter import Drafter
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.schedule import Constant
 from jaxspec.core.topology import Dynamic, Topology, as_topology, chain
 from jaxspec.core.tree_search import expected_tokens, fastest_tree
@@ -123,7 +123,7 @@ def tune(
     more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
     costs = call_costs(longest, rounds) if longest.is_chain else None
     if costs and rule in RANK_RULES and acceptance.has_laws(drafts):
-        kind = acceptance.ANY_RULE if sampling.temperature < GREEDY else RANK_RULES[rule]
+        kind = acceptance.ANY_RULE if sampling.temperature < MIN_TEMPERATURE else RANK_RULES[rule]
         texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
         network, params = acceptance.drafting_model(target, asked)
         positions = acceptance.measure(

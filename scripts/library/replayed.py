@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.drafters._match import TRUST
+from jaxspec.drafters._match import MATCH_ACCURACY
 
 KEPT = 8
 
@@ -118,7 +118,7 @@ def draft(
         rest, probs, further = 1.0, {}, collections.defaultdict(list)
         for match, other in followed:
             follower = tokens[other + 1] if other < place else path[other - place]
-            trust = TRUST[min(match, len(TRUST) - 1)]
+            trust = MATCH_ACCURACY[min(match, len(MATCH_ACCURACY) - 1)]
             probs[follower] = probs.get(follower, 0.0) + rest * trust
             further[follower].append((match + 1, other + 1))
             rest *= 1 - trust

@@ -61,7 +61,7 @@ def shares(texts: list[Text], fill: Sequence[str], bigrams: dict, warm: bool) ->
 
 
 def rank(entry: dict[int, float], token: int) -> int:
-    """Returns the place of a token by its share; `KEPT` if it is not there."""
+    """Returns the place of a token by its share; `TOKENS_PER_ENTRY` if it is not there."""
     order = sorted(entry, key=lambda t: -entry[t])
     return order.index(token) if token in entry else KEPT
 

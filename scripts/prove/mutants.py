@@ -186,7 +186,7 @@ MUTANTS = (
         "the draft is drawn from the truncated law and weighed by the full one (transformers #47932)",
         "core/draw.py",
         "return tokens, law",
-        "return tokens, None if law is None else jax.nn.log_softmax(tempered(logits, self.sampling), -1)",
+        "return tokens, None if law is None else jax.nn.log_softmax(temper_logits(logits, self.sampling), -1)",
         sampled("rejection-8-near"),
     ),
     Mutant(
@@ -201,8 +201,8 @@ MUTANTS = (
         "temperature-missing",
         "the temperature is not applied (vllm-ascend #6685)",
         "core/laws.py",
-        "return jnp.where(temperature < GREEDY, logits, logits / jnp.maximum(temperature, GREEDY))",
-        "return jnp.where(temperature < GREEDY, logits, logits)",
+        "return jnp.where(temperature < MIN_TEMPERATURE, logits, logits / jnp.maximum(temperature, MIN_TEMPERATURE))",
+        "return jnp.where(temperature < MIN_TEMPERATURE, logits, logits)",
         ("tests/core/test_sampling.py::test_scores_are_tempered_biased_and_limited",),
     ),
     Mutant(

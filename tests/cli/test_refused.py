@@ -106,7 +106,7 @@ def test_settings(refused, command, option):
         ("generate", ["--draft-length", "0", "--drafter", "early-exit"], "for plain decoding, give --drafter none"),
         ("generate", ["--tree", "4x2x1"], "give --draft-length, or --tree dynamic-BEAMxDEPTH-NODES"),
         ("generate", ["--tree", "dynamic-4x2-12"], "nodes must be at most 9"),
-        ("generate", ["--tree", "40x2", "--drafter", "recycling"], "recycling keeps"),
+        ("generate", ["--tree", "40x2", "--drafter", "recycling"], "recycling knows"),
         ("generate", ["--rule", "lossy-cascade"], "--rule lossy-cascade with --drafter prompt-lookup"),
         ("bench", ["--drafters", "prompt-lookup", "--rule", "lossy-cascade"], "--rule lossy-cascade with --drafters"),
         ("bench", ["--drafters", "recycling:2x2", "--rule", "block"], "--rule block with --drafters recycling:2x2"),
@@ -265,7 +265,7 @@ def test_every_option_is_named_as_it_is_written(command):
 @pytest.mark.parametrize(
     ("python", "shell"),
     [
-        ("set a draft length, or jaxspec.dynamic(places, depth, nodes), instead of a static tree",
+        ("set a draft length, or jaxspec.dynamic(positions, depth, nodes), instead of a static tree",
          "give --draft-length, or --tree dynamic-BEAMxDEPTH-NODES, instead of a static tree"),
         ("a tree such as jaxspec.branching(4, 2)", "a tree such as --tree 4x2"),
         ("shorten the prompt or lower max_new_tokens (the cache would take 4.61 GB)",

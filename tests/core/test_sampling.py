@@ -9,7 +9,7 @@ from helpers.tiers import with_slow
 from helpers.toys import allowed, draw
 from jaxspec.core.laws import choose, kth_highest, scores, total
 from jaxspec.core.noise import draw_gumbel
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.errors import InvalidConfig, TokenOutOfRange
 from jaxspec.testing import g_test
 
@@ -62,7 +62,7 @@ def test_draws_equal_the_naive_sampler():
     for row in range(ROWS):
         own = [np.float32(v[row]) if v.dtype.kind == "f" else int(v[row]) for v in settings.values()]
         for n in range(N):
-            if own[0] >= GREEDY and doubtful(logits[row, n], *own):
+            if own[0] >= MIN_TEMPERATURE and doubtful(logits[row, n], *own):
                 skipped += 1
                 continue
             expected = draw(logits[row, n], noise[row, n], *own)

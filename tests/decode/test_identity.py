@@ -28,7 +28,7 @@ from helpers.toys import (
     transformer,
 )
 from jaxspec.core.records import Window
-from jaxspec.core.sampling import GREEDY
+from jaxspec.core.sampling import MIN_TEMPERATURE
 from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.early_exit import EarlyExit
@@ -139,7 +139,7 @@ def certified(config, params, asked, got, expected, tolerance=1e-4) -> int:
         logits = np.asarray(config.target.head(params, features))[0, 0]
         temperature = float(asked.sampling.temperature[row])
         noise = np.asarray(all_noise(asked.key, 128, logits.size))[row, at]
-        perturbed = logits if temperature < GREEDY else logits / temperature + noise
+        perturbed = logits if temperature < MIN_TEMPERATURE else logits / temperature + noise
         second, first = np.sort(perturbed)[-2:]
         print(f"row {row}: a tie at position {at}, gap {first - second:.2e}")
         assert first - second < tolerance, (row, at, first - second)

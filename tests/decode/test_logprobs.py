@@ -16,7 +16,7 @@ from helpers.toys import allowed, generate, log_softmax, noisy, random_request, 
 from jaxspec.cli.generate import logprobs_record
 from jaxspec.core import sizes
 from jaxspec.core.laws import highest, log_law, log_prob, scores
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.lifecycle import extend
 from jaxspec.decode.loop import Decoder
@@ -40,9 +40,9 @@ TARGET = jaxspec.Model(LM, PARAMS)
 def law(logits, temperature, top_k, top_p, min_p, logit_bias) -> np.ndarray:
     """The log-law that is sampled, in float64."""
     logits = logits.astype(np.float64) + logit_bias
-    tempered = logits if temperature < GREEDY else logits / temperature
+    tempered = logits if temperature < MIN_TEMPERATURE else logits / temperature
     tempered = np.where(allowed(logits, temperature, top_k, top_p, min_p), tempered, -np.inf)
-    if temperature < GREEDY:
+    if temperature < MIN_TEMPERATURE:
         tempered = np.where(np.arange(logits.size) == logits.argmax(), 0.0, -np.inf)
     with np.errstate(divide="ignore"):
         return log_softmax(tempered)
@@ -76,11 +76,11 @@ def test_they_are_the_targets_whoever_proposed_the_token(name):
             assert math.isclose(got.logprobs.sampled[row, at], sampled[token], abs_tol=1e-5)
             np.testing.assert_array_equal(got.logprobs.top_tokens[row, at], likeliest)
             np.testing.assert_allclose(got.logprobs.top[row, at], raw[likeliest], atol=1e-5)
-            limited += (sampled == -np.inf).sum() > 3 and settings[0] >= GREEDY
+            limited += (sampled == -np.inf).sum() > 3 and settings[0] >= MIN_TEMPERATURE
     assert accepted > 20
     assert own > 40
     assert limited > 40, "truncation took tokens away"
-    assert (np.asarray(sampling.temperature) < GREEDY).sum() > 2
+    assert (np.asarray(sampling.temperature) < MIN_TEMPERATURE).sum() > 2
 
 
 def test_of_a_lossy_rule_a_token_that_the_law_excludes_has_minus_infinity():

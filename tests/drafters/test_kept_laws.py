@@ -23,7 +23,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import dynamic
 from jaxspec.decode.verify import complete_proposal, drop_invalid_children, select_likeliest
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.drafters.recycling import KEPT, Recycling
+from jaxspec.drafters.recycling import TOKENS_PER_ENTRY, Recycling
 from jaxspec.rules.deterministic import Deterministic
 from jaxspec.schedules.best_width import BestWidth
 from jaxspec.testing import TableLM, joint_law, model_law
@@ -61,7 +61,11 @@ def absorb(drafter, state, text, start, length, round=None):
         nodes = jnp.where(drafted[:, 1:] >= 0, jnp.arange(1, drafted.shape[1]), 0).max(-1) + 1
         accepted = (path >= 0).sum(-1)
         balance = SCHEDULE.update(balance, RoundResult(accepted, accepted, nodes, length - start))
-        seen = select_likeliest(drafted, logits, KEPT, drafter.shape.nodes) if isinstance(drafter, Recycling) else None
+        seen = (
+            select_likeliest(drafted, logits, TOKENS_PER_ENTRY, drafter.shape.nodes)
+            if isinstance(drafter, Recycling)
+            else None
+        )
     new = Advance(tokens, jnp.zeros((ROWS, size, 1)), length - start, path, text, start, None, seen)
     return drafter.absorb(None, draft, new), balance
 

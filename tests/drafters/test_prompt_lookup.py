@@ -17,7 +17,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import assumed_cost
 from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.core.tree import build
-from jaxspec.drafters._match import TRUST
+from jaxspec.drafters._match import MATCH_ACCURACY
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.schedules.best_width import BestWidth
@@ -41,12 +41,12 @@ def paths_by_hand(drafter, text, limit):
         seen.add(text[place])
         worth, path = rest, ()
         for step in range(min(drafter.shape.depth, limit)):
-            worth *= TRUST[min(match + step, len(TRUST) - 1)]
+            worth *= MATCH_ACCURACY[min(match + step, len(MATCH_ACCURACY) - 1)]
             path = (*path, text[place + step % (len(text) - place)])
             if path[-1] < 0:
                 break
             found[path] = worth
-        rest *= 1 - TRUST[match]
+        rest *= 1 - MATCH_ACCURACY[match]
     best = sorted(found, key=lambda path: -found[path])[: drafter.shape.nodes - 1]
     return {path: found[path] for path in best}
 

@@ -22,7 +22,7 @@ from jaxspec.decode.state import Weights
 from jaxspec.decode.verify import select_likeliest
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
-from jaxspec.drafters.recycling import KEPT, Recycling, Tables
+from jaxspec.drafters.recycling import TOKENS_PER_ENTRY, Recycling, Tables
 from jaxspec.errors import InvalidConfig
 from jaxspec.registry import find
 from jaxspec.testing import TableLM, g_test, joint_law, model_law, sample_texts
@@ -31,7 +31,7 @@ V, SIZE = 24, 8
 LM = TableLM(V)
 PARAMS = LM.init_params(jax.random.key(0), 3.0)
 SMALL = Recycling(dynamic(3, 3, 6), SIZE)
-NOTHING = (-1,) * KEPT
+NOTHING = (-1,) * TOKENS_PER_ENTRY
 
 
 def tables(drafter, batch):
@@ -44,7 +44,7 @@ def read(state, row) -> dict[int, dict]:
     token, ids, probs = (np.asarray(a[row]) for a in state[:3])
     return {
         int(t): {int(i): pytest.approx(float(p), abs=1e-6) for i, p in zip(some, weights) if i >= 0}
-        for t, some, weights in zip(token, ids.reshape(-1, KEPT), probs.reshape(-1, KEPT))
+        for t, some, weights in zip(token, ids.reshape(-1, TOKENS_PER_ENTRY), probs.reshape(-1, TOKENS_PER_ENTRY))
         if t >= 0
     }
 
@@ -74,7 +74,7 @@ def test_a_round_replaces_the_entries_of_its_nodes():
     state, entries = tables(SMALL, rows), [{} for _ in range(rows)]
     for _ in range(6):
         tokens = rng.integers(-1, V, (rows, nodes))
-        ids = np.stack([[rng.permutation(V)[:KEPT] for _ in range(nodes)] for _ in range(rows)])
+        ids = np.stack([[rng.permutation(V)[:TOKENS_PER_ENTRY] for _ in range(nodes)] for _ in range(rows)])
         logits = -np.sort(rng.normal(size=ids.shape))
         logits[:, 3] = np.nan
         count = rng.integers(0, 3, rows) * (np.arange(rows) > 0)
@@ -104,7 +104,7 @@ def test_a_prompt_gives_each_token_half_of_the_weight_of_the_one_before():
                 token, follower = int(text[row, at - 1]), int(text[row, at])
                 old = {i: p / 2 for i, p in entries[row].get(token, {}).items()}
                 entry = {follower: 0.5 + old.pop(follower, 0.0), **old}
-                put(entries[row], token, dict(list(entry.items())[:KEPT]))
+                put(entries[row], token, dict(list(entry.items())[:TOKENS_PER_ENTRY]))
         start = start + count
         assert [read(state, row) for row in range(rows)] == entries
 
@@ -123,9 +123,9 @@ def test_any_table_gives_a_draft(tree, kind, seed):
     rng, rows, padding = np.random.default_rng(seed), 36, (V - 2, V - 1)
     token = np.arange(SIZE) + SIZE * rng.integers(0, V // SIZE, (rows, SIZE))
     token = np.where(rng.random((rows, SIZE)) < np.repeat([0, 0.5, 1], rows // 3)[:, None], token, -1)
-    ids = rng.permuted(np.tile(np.arange(V), (rows, SIZE + 1, 1)), axis=-1)[..., :KEPT]
+    ids = rng.permuted(np.tile(np.arange(V), (rows, SIZE + 1, 1)), axis=-1)[..., :TOKENS_PER_ENTRY]
     ids = np.where(rng.random(ids.shape) < 0.2, -1, ids)
-    probs = rng.dirichlet(np.ones(KEPT), (rows, SIZE)).astype(np.float32)
+    probs = rng.dirichlet(np.ones(TOKENS_PER_ENTRY), (rows, SIZE)).astype(np.float32)
     drafter = Recycling(tree, SIZE)
     kept, shares = (jnp.asarray(a[:, :SIZE].reshape(rows, -1)) for a in (ids, probs))
     state = Tables(jnp.asarray(token), kept, shares, jnp.asarray(ids[:, SIZE]))
@@ -154,8 +154,10 @@ def test_an_empty_table_proposes_nothing():
 
 def test_another_token_in_the_slot_is_no_entry():
     state = tables(SMALL, 1)
-    seen = Seen(jnp.array([[3]]), jnp.arange(KEPT)[None, None] + 10, -2.0 * jnp.arange(KEPT)[None, None])
-    state = SMALL.absorb(None, state, after_a_round([1], seen))._replace(guesses=jnp.full((1, KEPT), -1))
+    seen = Seen(
+        jnp.array([[3]]), jnp.arange(TOKENS_PER_ENTRY)[None, None] + 10, -2.0 * jnp.arange(TOKENS_PER_ENTRY)[None, None]
+    )
+    state = SMALL.absorb(None, state, after_a_round([1], seen))._replace(guesses=jnp.full((1, TOKENS_PER_ENTRY), -1))
     assert (proposed(SMALL, state, [[1, 3]], [2]).tokens[:, 1:4] >= 10).all()
     assert (proposed(SMALL, state, [[1, 3 + SIZE]], [2]).tokens[:, 1:] == -1).all()
 
@@ -163,11 +165,15 @@ def test_another_token_in_the_slot_is_no_entry():
 def test_the_root_has_the_other_likely_tokens_of_its_law():
     """Those after the node that the last token was drawn after, without the root itself."""
     nodes = jnp.array([[2, -1, -1, -1], [1, 2, -1, -1], [-1] * 4])
-    seen = Seen(jnp.full((3, 3), 20), jnp.arange(3 * 3 * KEPT).reshape(3, 3, KEPT) % V, jnp.zeros((3, 3, KEPT)))
+    seen = Seen(
+        jnp.full((3, 3), 20),
+        jnp.arange(3 * 3 * TOKENS_PER_ENTRY).reshape(3, 3, TOKENS_PER_ENTRY) % V,
+        jnp.zeros((3, 3, TOKENS_PER_ENTRY)),
+    )
     advance = after_a_round([2, 1, 0], seen)._replace(nodes=nodes)
-    state = tables(SMALL, 3)._replace(guesses=jnp.full((3, KEPT), 5))
+    state = tables(SMALL, 3)._replace(guesses=jnp.full((3, TOKENS_PER_ENTRY), 5))
     state = SMALL.absorb(None, state, advance)
-    assert state.guesses.tolist() == [seen.ids[0, 2].tolist(), seen.ids[1, 0].tolist(), [5] * KEPT]
+    assert state.guesses.tolist() == [seen.ids[0, 2].tolist(), seen.ids[1, 0].tolist(), [5] * TOKENS_PER_ENTRY]
     drafter = dataclasses.replace(SMALL, tree=branching(3))
     state = state._replace(token=jnp.full_like(state.token, -1))
     root = int(seen.ids[0, 2, 1])
@@ -232,10 +238,14 @@ def test_memory_does_not_grow_with_the_vocabulary():
     """At 152 thousand tokens and 16 rows, from shapes: 68 bytes for each slot, and no copy of the logits of a round."""
     drafter, params = Recycling.build(DrafterInputs(Model(TableLM(151_936, order=0), {})))
     state = jax.tree.leaves(jax.eval_shape(lambda: drafter.init(params, 16, 2048)))
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * KEPT + 8)
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * TOKENS_PER_ENTRY + 8)
     nodes = drafter.shape.nodes
     tokens, logits = (jax.ShapeDtypeStruct((16, nodes, *v), t) for v, t in (((), "int32"), ((151_936,), "float32")))
-    seen = jax.jit(lambda tokens, logits: select_likeliest(tokens, logits, KEPT, nodes)).lower(tokens, logits).compile()
+    seen = (
+        jax.jit(lambda tokens, logits: select_likeliest(tokens, logits, TOKENS_PER_ENTRY, nodes))
+        .lower(tokens, logits)
+        .compile()
+    )
     assert not_none(seen.memory_analysis()).temp_size_in_bytes < logits.size * 4 / 50
 
 

@@ -13,7 +13,7 @@ from helpers.compiling import AS_USERS_DO, QUICK
 from jaxspec.core.drafter import Needs
 from jaxspec.core.noise import draw_gumbel
 from jaxspec.core.records import Proposal, Status
-from jaxspec.core.sampling import GREEDY, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.topology import from_paths
 from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode import lifecycle
@@ -144,7 +144,7 @@ def random_request(seed: int, batch: int, vocab: int, longest: int = 20, budget:
 
 def allowed(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
     """Which tokens may be drawn: top-k, then top-p over what remains, then min-p; by a sort, in float64."""
-    tempered = logits.astype(np.float64) / (1.0 if temperature < GREEDY else temperature)
+    tempered = logits.astype(np.float64) / (1.0 if temperature < MIN_TEMPERATURE else temperature)
     kept = tempered > -np.inf
     if top_k:
         kept &= tempered >= np.sort(tempered)[::-1][min(top_k, tempered.size) - 1]
@@ -164,7 +164,7 @@ def allowed(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarra
 def draw(logits, noise, temperature, top_k, top_p, min_p) -> int:
     """The token: the highest perturbed score of those allowed."""
     logits = logits.astype(np.float32)
-    if temperature < GREEDY:
+    if temperature < MIN_TEMPERATURE:
         return int(logits.argmax())
     perturbed = logits / np.float32(temperature) + noise
     return int(np.where(allowed(logits, temperature, top_k, top_p, min_p), perturbed, -np.inf).argmax())
