@@ -35,7 +35,7 @@ def with_options(config: Any, options: Mapping[str, Any]) -> Any:
     return config
 
 
-def prepare(config: Any, heads: DraftHeads, target: Model) -> tuple[Any, Params]:
+def prepare_head(config: Any, heads: DraftHeads, target: Model) -> tuple[Any, Params]:
     """Returns the sizes and the parameters with which a head drafts for the target.
 
     The matrices have the dtype of the target's matrix products, and are packed for the CPU kernels if the target runs

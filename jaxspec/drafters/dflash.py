@@ -23,7 +23,7 @@ from jaxspec.core.records import Advance, Cache, Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
-from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare, with_options
+from jaxspec.drafters._tapped import dtype_of, execution_of, pairs, prepare_head, with_options
 from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.drafters._window import check_tree
 from jaxspec.errors import InvalidConfig
@@ -71,7 +71,7 @@ class DFlash(TreeDrafter):
         heads = require_heads(inputs.heads, "dflash")
         config = with_options(heads.config, inputs.options)
         check_target(config, inputs.target)
-        config, params = prepare(config, heads, inputs.target)
+        config, params = prepare_head(config, heads, inputs.target)
         return cls(config, inputs.target.lm, inputs.tree or heads.tree or chain(config.max_depth)), params
 
     @property
