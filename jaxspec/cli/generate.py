@@ -45,6 +45,8 @@ def add_options(parser: Parser) -> None:
     add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
     number = whole(0, sizes.MAX_LOGPROBS)
     add_option(add, "logprobs", "in the JSON", nargs="?", type=number, const=True, metavar="N")
+    width = whole(2, sizes.MAX_NODES + 1)
+    add_option(add, "width_matched", "docs/guarantees.md", nargs="?", type=width, const=True, metavar="N")
     add("--compile-only", action="store_true", help="compile what the call needs, and keep it for later calls")
 
 

@@ -84,6 +84,21 @@ def flag(name: str, value: Any) -> bool:
     raise InvalidConfig(f"{name} must be True or False, got {shown(value)}")
 
 
+def flag_or_whole(name: str, value: Any, least: int, most: int) -> bool | int:
+    """Returns a boolean as a `bool`, and a whole number within limits as an `int`.
+
+    Raises:
+        InvalidConfig: the value is neither.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    number = index(value)
+    if number is None or not least <= number <= most:
+        limits = f"a whole number from {least} to {most}"
+        raise InvalidConfig(f"{name} must be True, False or {limits}, got {shown(value)}")
+    return number
+
+
 def check_callable(name: str, value: Any) -> None:
     """Refuses values that are neither None nor callable.
 

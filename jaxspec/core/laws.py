@@ -1,5 +1,6 @@
 """Laws of the next token: temperature, truncation (top-k, top-p, min-p), log-probabilities, and drawing a token."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,6 +13,7 @@ from jaxspec.backend.layout import gpu_dependent
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 
 _BLOCK = 128
+_HALVINGS = 6
 
 
 def temper_logits(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
@@ -77,17 +79,24 @@ def log_prob(
 def total(values: Float[Array, "*b V"]) -> Float[Array, "*b"]:
     """Sums over the last axis.
 
-    On a CPU it adds the two halves of the axis repeatedly, because the order in which XLA:CPU sums depends on the shape
-    and on the program.
+    On CPUs and GPUs it adds the two halves of the axis repeatedly, because the order in which XLA sums there depends on
+    the shape and on the program. On a GPU a barrier follows every `_HALVINGS` additions: each thread of a kernel adds
+    64 values, and without the barriers one thread would add all of them.
     """
 
-    def by_halves(values: Array) -> Array:
+    def by_halves(values: Array, barriers: bool) -> Array:
+        halvings = 0
         while (size := values.shape[-1]) > 1:
             rest = jnp.zeros((*values.shape[:-1], size % 2), values.dtype)
             values = values[..., : (size + 1) // 2] + jnp.concatenate([values[..., (size + 1) // 2 :], rest], -1)
+            halvings += 1
+            if barriers and halvings % _HALVINGS == 0:
+                values = lax.optimization_barrier(values)
         return values[..., 0]
 
-    return lax.platform_dependent(values, cpu=by_halves, default=lambda values: values.sum(-1))
+    on_gpu = functools.partial(by_halves, barriers=True)
+    on_cpu = functools.partial(by_halves, barriers=False)
+    return lax.platform_dependent(values, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=lambda values: values.sum(-1))
 
 
 def log_total(scores: Float[Array, "*b V"]) -> Float[Array, "*b 1"]:

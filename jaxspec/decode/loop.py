@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
 from jaxspec.core import sizes
-from jaxspec.core.checks import check_member, flag, whole
+from jaxspec.core.checks import check_member, flag_or_whole, whole
 from jaxspec.core.drafter import Drafter, require_drafter
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import LanguageModel, with_taps
@@ -26,10 +26,12 @@ from jaxspec.core.records import Cache, Context, Proposal, Status, Window
 from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import MIN_TEMPERATURE
 from jaxspec.core.schedule import Constant, Schedule, check_widths
+from jaxspec.core.tree import TreeShape
 from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit, cut
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Request, Result, State, Weights
+from jaxspec.decode.target_call import MAX_PATH, read, score, widen
 from jaxspec.decode.verify import accepted_path, apply_rule, complete_proposal, select_likeliest, take_first_nodes
 from jaxspec.errors import InvalidConfig, shown
 
@@ -49,8 +51,9 @@ class Decoder:
         widths: widths of target calls to compile, in tokens, besides the number of nodes of the tree and the widths of
             the schedule. A round runs at the smallest width that holds every drafted node of every row; by default a
             round without drafts runs at width 1.
-        width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted. On a
-            CPU the bits of the text then do not depend on the drafter; on GPUs and TPUs this has not been shown.
+        width_matched: whether every target call has as many tokens as the tree has nodes, whatever was drafted; or a
+            number of tokens, from 2, that every target call then has, with any tree that fits. On a CPU the bits of the
+            text then do not depend on the drafter; on GPUs and TPUs this has not been shown.
         top_logprobs: the number of most likely tokens recorded with each emitted token, in rows that ask for
             log-probabilities; see `Request`.
 
@@ -65,13 +68,14 @@ class Decoder:
     schedule: Schedule = Constant()
     chunk: int = sizes.PROMPT_CHUNK
     widths: tuple[int, ...] = (1,)
-    width_matched: bool = False
+    width_matched: bool | int = False
     top_logprobs: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "chunk", whole("chunk", self.chunk))
         object.__setattr__(self, "top_logprobs", whole("top_logprobs", self.top_logprobs, 0))
-        object.__setattr__(self, "width_matched", flag("width_matched", self.width_matched))
+        widest = sizes.MAX_NODES + 1
+        object.__setattr__(self, "width_matched", flag_or_whole("width_matched", self.width_matched, 2, widest))
         check_widths(self.widths)
         if not isinstance(self.target, LanguageModel) or isinstance(self.target, type):
             raise InvalidConfig(f"target must be a LanguageModel, such as model.lm; got {shown(self.target)}")
@@ -79,6 +83,8 @@ class Decoder:
         check_member("rule", self.rule, Rule)
         check_member("schedule", self.schedule, Schedule)
         self.rule.check(self.drafter.shape)
+        if self.canonical_width is not None:
+            _check_fits(self.drafter.shape, self.canonical_width)
         _ = self.network  # refuses a target without the features that the drafter reads
 
     @functools.cached_property
@@ -92,6 +98,11 @@ class Decoder:
         nodes = self.drafter.shape.nodes
         narrower = () if self.width_matched else {*self.widths, *self.schedule.widths}
         return (*sorted(width for width in narrower if width < nodes), nodes)
+
+    @property
+    def canonical_width(self) -> int | None:
+        """The number of tokens of every target call, if `width_matched` is a number; else None."""
+        return None if isinstance(self.width_matched, bool) else self.width_matched
 
     def slots(self, length: int) -> int:
         """Returns the cache capacity for a text of `length` tokens, with room for one more window after it."""
@@ -186,8 +197,10 @@ class Decoder:
         positions = state.cache.length[:, None] + tree.depths
         paths = tree.paths if self.width_matched else None
         window = Window(jnp.maximum(proposal.tokens, 0), positions, tree.ancestors, paths)
-        features, entries = self.network.apply(weights.target, window, state.cache)
-        logits = self.network.head(weights.target, features)
+        if self.canonical_width is not None:
+            window = widen(window, self.canonical_width)
+        features, entries = read(self.network, weights.target, window, state.cache)
+        logits = score(self.network, weights.target, features)[:, : proposal.tokens.shape[1]]
         verdict, finite = apply_rule(self.rule, noise, state.sampling, logits, proposal)
         path, tokens = accepted_path(proposal, verdict)
         nodes, rest = path, ((0, 0), (0, depth + 1 - path.shape[1]))
@@ -214,6 +227,24 @@ class Decoder:
             jnp.take_along_axis(features, at[:, :, None], 1),
             recorded,
             seen,
+        )
+
+
+def _check_fits(shape: TreeShape, width: int) -> None:
+    """Refuses trees that do not fit into target calls of `width` tokens.
+
+    Raises:
+        InvalidConfig: the tree has more nodes than tokens, or a longer path than such calls have.
+    """
+    if shape.nodes > width:
+        raise InvalidConfig(
+            f"the draft tree has {shape.nodes} nodes, and width_matched={width} allows {width} tokens in a call of the "
+            "target; use a smaller tree or a larger number"
+        )
+    if shape.depth >= MAX_PATH:
+        raise InvalidConfig(
+            f"the draft tree is {shape.depth} deep, and width_matched={width} allows a depth of {MAX_PATH - 1}; use a "
+            "shallower tree"
         )
 
 

@@ -10,6 +10,7 @@ from jaxspec.core.drafter import Drafter
 from jaxspec.core.networks import LanguageModel, empty_feature
 from jaxspec.core.records import Advance, Status, Window
 from jaxspec.decode.state import State, Weights
+from jaxspec.decode.target_call import read
 
 
 def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weights, state: State) -> State:
@@ -38,7 +39,7 @@ def prefill(target: LanguageModel, drafter: Drafter, chunk: int, weights: Weight
             1,
         )
         window = Window(text[:, :-1], positions, causal)
-        features, entries = target.apply(weights.target, window, state.cache)
+        features, entries = read(target, weights.target, window, state.cache)
         count = jnp.clip(state.length - 1 - cursor, 0, chunk)
         cache = target.commit(state.cache, entries, None, count, features)
         # A commit writes zeros in place of values that are not finite, so a row with such values must end here.

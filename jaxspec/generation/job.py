@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.core import sizes
-from jaxspec.core.checks import flag, whole
+from jaxspec.core.checks import whole
 from jaxspec.core.drafter import AnswerReader, PromptReader
 from jaxspec.core.draw import Noise
 from jaxspec.core.mesh import count_groups, replicate, to_host
@@ -207,7 +207,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     if alternatives is not None and alternatives > target.lm.vocab:
         raise InvalidConfig(f"logprobs={alternatives} is too many: {target.name} has only {target.lm.vocab} tokens")
     recorded_alternatives = sizes.round_top_logprobs(alternatives or 0, target.lm.vocab)
-    width_matched = flag("width_matched", options.width_matched)
+    width_matched = options.width_matched
     decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
     if mesh is not None:
         weights = weights._replace(draft=replicate(weights.draft, mesh))

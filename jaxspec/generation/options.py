@@ -53,9 +53,10 @@ class CompileOptions(DraftingOptions):
         logprobs: whether to return the log-probability of every emitted token, under the raw logits and under the
             distribution that is sampled from; a number also returns that many of the most likely tokens. See
             `Generation`.
-        width_matched: whether every target call has the width of the tree, even without a draft. On a CPU the text is
-            then bit-identical to that of `drafter="none"` with the same tree and `width_matched=True`. On GPUs and TPUs
-            this has not been shown; see docs/guarantees.md.
+        width_matched: whether to give every target call the width of the tree, even without a draft; or the number of
+            tokens, from 2, of every target call, with any tree that fits. On a CPU the text is then bit-identical to
+            that of `drafter="none"` with the same number, or with True and the same tree. On GPUs and TPUs this has not
+            been shown; see docs/guarantees.md.
         capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
             to continue the session later.
         batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
@@ -79,7 +80,7 @@ class CompileOptions(DraftingOptions):
     stop_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: bool | int = False
-    width_matched: bool = False
+    width_matched: bool | int = False
     capacity: int | None = None
     batch: int | None = None
     mesh: Mesh | None = None

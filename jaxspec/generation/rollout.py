@@ -73,7 +73,7 @@ def rollout(
     drafting: Drafting = Drafting(),
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
-    width_matched: bool = False,
+    width_matched: bool | int = False,
     mesh: Mesh | None = None,
 ) -> Rollout:
     """Draws texts by speculative decoding inside a program of your own; see docs/rollouts.md.
@@ -94,7 +94,7 @@ def rollout(
         drafting: drafter, rule, tree and schedule. Its draft model, heads or `draft_params` may be traced.
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
-        width_matched: whether every target call has the width of the tree, see `generate`.
+        width_matched: whether every target call has the width of the tree, or that width as a number; see `generate`.
         mesh: devices to decode on, see `make_mesh`. Every group of devices draws its own rows, and does not wait for
             the other groups.
 
@@ -119,7 +119,7 @@ def rollout(
     settings = inputs.mask_padding(target, sampling, rows)
     keys = _row_keys(as_key(key, rows), prompts, samples)
     stops = inputs.stop_array(target, stop_ids, ignore_eos, rows)
-    decoder, weights = drafting.build(target, width_matched=checks.flag("width_matched", width_matched))
+    decoder, weights = drafting.build(target, width_matched=width_matched)
     longest = tokens.shape[1] + new
     capacity = fit_capacity(decoder, weights, longest, rows, decoder.slots(longest))
     tokens, count = (jnp.repeat(a, split, axis=0) for a in (tokens, count))

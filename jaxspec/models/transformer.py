@@ -68,7 +68,9 @@ class Transformer(nnx.Module):
             read, new = block(read, i, rotations[c.rope_of(i)], window, cache, past, following)
             entries.append(new)
             streams.append(read)
-        features = calls.finish(read, Norm(self.norm[...], c.norm_eps, self.execution.kernels))
+        # With the barriers, XLA compiles this norm apart from the taps, which only some drafters read.
+        read = lax.optimization_barrier(read)
+        features = lax.optimization_barrier(calls.finish(read, Norm(self.norm[...], c.norm_eps, self.execution.kernels)))
         if taps:
             features = jnp.concatenate([features, *(calls.residual(streams[tap]) for tap in taps)], axis=-1)
         return features, caches.stack_layers(entries)

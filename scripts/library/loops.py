@@ -139,12 +139,14 @@ class Case:
     layers: int = 32
     capacity: int = 2048
     attention: str = "xla"
+    width: int = 0  # of every call of the target, `width_matched`; 0: as narrow as a round needs
 
     @property
     def named(self) -> dict[str, Any]:
         """What tells it from other lines."""
         kind, dtype = "2x2" if self.mesh else "one device", "int8" if self.int8 else "bfloat16"
         drafter = self.drafter if self.attention == "xla" else f"{self.drafter}, attention in Pallas"
+        drafter = f"{drafter}, width {self.width}" if self.width else drafter
         own = {"chip": self.chip, "mesh": kind, "drafter": drafter, "batch": self.batch, "dtype": dtype}
         return own | {"layers": self.layers}
 
@@ -202,7 +204,8 @@ def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
     target = llama(case.layers).with_execution(attention=case.attention, platform=platform)
     batch = case.batch
     drafter, params = drafters(target, case.layers)[case.drafter]
-    decoder, weights = jaxspec.Decoder(target, drafter, Coupled()), Weights(shapes(target, case.int8), params)
+    decoder = jaxspec.Decoder(target, drafter, Coupled(), width_matched=case.width or False)
+    weights = Weights(shapes(target, case.int8), params)
     request = Request(
         int32(batch, 64),
         int32(batch),
