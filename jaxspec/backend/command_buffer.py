@@ -4,7 +4,9 @@ By default, XLA:GPU leaves loops out of command buffers, so the host waits for t
 """
 
 import os
+import types
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -27,11 +29,13 @@ def options(platform: str, layers_split: bool = False) -> Mapping[str, str]:
     return {} if platform != "gpu" or layers_split or any(name in given for name in OPTIONS) else OPTIONS
 
 
-def compile(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> jax.stages.Compiled:
-    """Compiles with these options, or without options if XLA does not know one of them."""
+def compile(
+    lowered: jax.stages.Lowered, options: Mapping[str, str], needed: Mapping[str, Any] = types.MappingProxyType({})
+) -> jax.stages.Compiled:
+    """Compiles with these options. If XLA does not know one of `options`, it compiles with those of `needed` alone."""
     try:
-        return lowered.compile(dict(options))
+        return lowered.compile({**options, **needed})
     except jax.errors.JaxRuntimeError as error:
         if not any(name in str(error) for name in options):
             raise
-        return lowered.compile()
+        return lowered.compile(dict(needed))

@@ -32,6 +32,7 @@ from jaxspec.errors import InvalidConfig, in_source
 from jaxspec.kernels.library import describe_kernels, kernels_available, use_kernels
 from jaxspec.models import sharding
 from jaxspec.models.config import is_table
+from jaxspec.models.exact import resolve_exact
 from jaxspec.models.execution import ATTENTION_KINDS, Execution
 from jaxspec.models.model import Model
 from jaxspec.models.packed import pack_param
@@ -50,6 +51,7 @@ def load(
     mesh: Mesh | None = None,
     kernels: bool | None = None,
     attention: str = "xla",
+    exact: bool | None = None,
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Model:
@@ -70,6 +72,10 @@ def load(
             the model is placed on CPU devices that do not split layers.
         attention: "xla" for XLA's own operations, or "pallas" for one kernel per layer on one TPU or GPU. On an H200
             the kernel was slower for one row and faster for 16 rows; see docs/gpu.md.
+        exact: True to require that the bits of a text do not depend on the drafter, its tree or the batch, or to refuse
+            the model. On a CPU this requires the CPU kernels. On a GPU, XLA's products then run in one fixed order, and
+            attention runs in Pallas; this has not been measured on a GPU yet, see docs/gpu.md. None to use the fastest
+            form.
         report: called with a line of text on each step of a download, and if parts of the file are left out, such as
             encoders of images; None for a warning.
         progress: called with (parameters read, total parameters, name of the parameter).
@@ -95,12 +101,16 @@ def load(
             f"(kernels: {describe_kernels()}); choose another dtype, such as int8"
         )
     packed = use_kernels(kernels, whole_layers)
+    execution = _execution(packed, attention, mesh)
     CONFINED.start()  # so that it imports its modules while the file is read
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
     if attention == "pallas":
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
         attention_pallas.check_pallas(sharding.platform_of(mesh), activation_dtype(dtype), checkpoint.config.head_dim)
+    execution = resolve_exact(execution, exact, dtype, checkpoint.config.head_dim, sharding.platform_of(mesh))
+    if exact and mesh is not None and mesh.size > 1 and sharding.platform_of(mesh) != "cpu":
+        raise InvalidConfig(f"exact=True is for one device, got a mesh of {mesh.size}; leave it out")
     if (note := describe_left_out(checkpoint)) is not None:
         (report or _warn)(note)
     size = checkpoint.config.vocab_size
@@ -128,7 +138,7 @@ def load(
             checkpoint.config,
             activation_dtype(dtype),
             known=known,
-            execution=_execution(packed, attention, mesh),
+            execution=execution,
         ),
         params=params,
         tokenizer=tokenizer,

@@ -31,6 +31,7 @@ class Sources:
         draft_dtype: dtype of the draft model's weights.
         context: the maximum length of the target's texts; None for the maximum that the target was made for.
         allow_pickle: whether heads may be read from `.pt` files.
+        exact: True if the bits of a text must not depend on the drafter; None for the fastest form. See `jaxspec.load`.
     """
 
     target: str
@@ -40,6 +41,7 @@ class Sources:
     draft_dtype: str
     context: int | None
     allow_pickle: bool
+    exact: bool | None = None
 
 
 def add_heads(add: Callable, *, several: bool = False) -> None:
@@ -85,7 +87,10 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
     if args.draft_dtype is not None and draft is None:
         raise UsageError(f"--draft-dtype is for the draft model of the drafter {_takers('draft')}, and there is none")
     draft_dtype = args.draft_dtype or args.dtype
-    return Sources(args.target, draft, tuple(heads or ()), args.dtype, draft_dtype, args.context, args.allow_pickle)
+    return Sources(
+        args.target, draft, tuple(heads or ()), args.dtype, draft_dtype, args.context, args.allow_pickle,
+        True if args.exact else None,
+    )  # fmt: skip
 
 
 def _takers(field: str) -> str:
@@ -159,7 +164,7 @@ def load_models(
     draft = None if sources.draft is None else open_source(sources.draft, report=show.say)
     checkpoint = open_source(sources.target, report=show.say, context=sources.context)
     _check_target(sources.target, checkpoint, new_tokens, chat)
-    target = show.load(checkpoint, sources.dtype)
+    target = show.load(checkpoint, sources.dtype, exact=sources.exact)
     if draft is None:
         return target, None
     same = (sources.draft, sources.draft_dtype) == (sources.target, sources.dtype)

@@ -260,6 +260,11 @@ def add_models(parser: Parser) -> Callable:
     )
     add_dtype(add)
     add("--draft-dtype", **DTYPE, help="dtype of the draft model's weights (default: the dtype of the target)")
+    add(
+        "--exact",
+        action="store_true",
+        help="refuse a target whose bits may depend on the drafter or the batch; on a GPU, choose products that do not",
+    )
     return add
 
 

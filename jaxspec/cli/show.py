@@ -164,14 +164,14 @@ class Bar:
             self._progress.stop()
 
 
-def load(source: "str | Checkpoint", dtype: str, kernels: bool | None = None) -> "Model":
+def load(source: "str | Checkpoint", dtype: str, kernels: bool | None = None, exact: bool | None = None) -> "Model":
     """Loads a model and shows a progress bar; see `jaxspec.load` for the arguments."""
     from jaxspec.checkpoints.load import load as read
 
     name = source if isinstance(source, str) else source.source
     weights = "with the weights of the file as they are" if dtype == "file" else f"in {dtype}"
     with Bar(f"loading {name} {weights}") as bar:
-        return read(source, dtype=dtype, kernels=kernels, report=say, progress=bar)
+        return read(source, dtype=dtype, kernels=kernels, exact=exact, report=say, progress=bar)
 
 
 def summary(timing: "Timing", stats: "Stats") -> str:

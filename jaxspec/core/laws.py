@@ -84,19 +84,20 @@ def total(values: Float[Array, "*b V"]) -> Float[Array, "*b"]:
     64 values, and without the barriers one thread would add all of them.
     """
 
-    def by_halves(values: Array, barriers: bool) -> Array:
-        halvings = 0
-        while (size := values.shape[-1]) > 1:
-            rest = jnp.zeros((*values.shape[:-1], size % 2), values.dtype)
-            values = values[..., : (size + 1) // 2] + jnp.concatenate([values[..., (size + 1) // 2 :], rest], -1)
-            halvings += 1
-            if barriers and halvings % _HALVINGS == 0:
-                values = lax.optimization_barrier(values)
-        return values[..., 0]
-
-    on_gpu = functools.partial(by_halves, barriers=True)
-    on_cpu = functools.partial(by_halves, barriers=False)
+    on_cpu, on_gpu = (functools.partial(_add_halves, barriers=barriers) for barriers in (False, True))
     return lax.platform_dependent(values, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=lambda values: values.sum(-1))
+
+
+def _add_halves(values: Float[Array, "*b V"], barriers: bool) -> Float[Array, "*b"]:
+    """Computes `total` for a CPU, or with barriers for a GPU; the bits are the same."""
+    halvings = 0
+    while (size := values.shape[-1]) > 1:
+        rest = jnp.zeros((*values.shape[:-1], size % 2), values.dtype)
+        values = values[..., : (size + 1) // 2] + jnp.concatenate([values[..., (size + 1) // 2 :], rest], -1)
+        halvings += 1
+        if barriers and halvings % _HALVINGS == 0:
+            values = lax.optimization_barrier(values)
+    return values[..., 0]
 
 
 def log_total(scores: Float[Array, "*b V"]) -> Float[Array, "*b 1"]:

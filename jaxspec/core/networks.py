@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -143,6 +143,21 @@ class TypedTarget(LanguageModel, Protocol):
     @property
     def dtype(self) -> str:
         """The name of a dtype."""
+        ...
+
+
+@runtime_checkable
+class CompiledTarget(LanguageModel, Protocol):
+    """A language model whose bits do not depend on the drafter, if XLA compiles its programs with certain options."""
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """XLA's options for every program that calls the model; empty for a model that promises nothing."""
+        ...
+
+    @property
+    def max_exact_depth(self) -> int | None:
+        """The depth of the deepest tree for which the promise holds; None for any depth."""
         ...
 
 

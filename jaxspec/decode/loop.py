@@ -20,7 +20,7 @@ from jaxspec.core import sizes
 from jaxspec.core.checks import check_member, flag_or_whole, whole
 from jaxspec.core.drafter import Drafter, require_drafter
 from jaxspec.core.draw import Draw, Noise
-from jaxspec.core.networks import LanguageModel, with_taps
+from jaxspec.core.networks import CompiledTarget, LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Cache, Context, Proposal, Status, Window
 from jaxspec.core.rule import Rule
@@ -85,6 +85,12 @@ class Decoder:
         self.rule.check(self.drafter.shape)
         if self.canonical_width is not None:
             _check_fits(self.drafter.shape, self.canonical_width)
+        limit = self.target.max_exact_depth if isinstance(self.target, CompiledTarget) else None
+        if limit is not None and self.drafter.shape.depth > limit:
+            raise InvalidConfig(
+                f"the draft tree is {self.drafter.shape.depth} deep, and a target with exact=True allows a depth of "
+                f"{limit}; use a shallower tree"
+            )
         _ = self.network  # refuses a target without the features that the drafter reads
 
     @functools.cached_property

@@ -17,6 +17,7 @@ from jaxspec.backend import command_buffer
 from jaxspec.backend.compilation_cache import keep_compilations
 from jaxspec.backend.layout import default_platform
 from jaxspec.core.mesh import MODEL, count_groups, place, to_host
+from jaxspec.core.networks import CompiledTarget
 from jaxspec.core.records import Status
 from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import NO_LIMIT, Decoder
@@ -237,7 +238,9 @@ class Session:
 
             called = call if self._partition is None else self._partition.over(call, arguments)
             lowered = jax.jit(called, donate_argnums=donate).lower(*arguments)
-            _EXECUTABLES[key] = command_buffer.compile(lowered, self._options)
+            target = self.decoder.target
+            needed = target.compiler_options if isinstance(target, CompiledTarget) else {}
+            _EXECUTABLES[key] = command_buffer.compile(lowered, self._options, needed)
             seconds = time.perf_counter() - start
             self.timing.compile_s += seconds
             self.notice.took(seconds)

@@ -27,10 +27,13 @@ class Execution:
         products: "xla" for XLA's own operations or the CPU kernels around attention, or "pallas" for kernels on a GPU,
             in which the bits of a row do not depend on the other rows; see `jaxspec.models.layer_calls`. It needs
             `attention="pallas"`. No real GPU has run these kernels yet.
+        exact: whether the bits of a row must not depend on how many rows and tokens a call has. `resolve` then chooses
+            the forms of operations for which this holds. `jaxspec.models.exact.resolve_exact` refuses what it cannot
+            hold for.
 
     Raises:
         InvalidConfig: there is no attention or there are no products of this name, or several devices would share a
-            kernel.
+            kernel or an exact layer.
     """
 
     kernels: bool = False
@@ -38,6 +41,7 @@ class Execution:
     attention: str = "xla"
     platform: str | None = None
     products: str = "xla"
+    exact: bool = False
 
     def __post_init__(self) -> None:
         one_of("attention", self.attention, ATTENTION_KINDS)
@@ -48,6 +52,8 @@ class Execution:
         one_of("products", self.products, PRODUCT_KINDS)
         if self.products == "pallas" and self.attention != "pallas":
             raise InvalidConfig(f"products='pallas' needs attention='pallas', got {self.attention!r}")
+        if self.exact and self.shards > 1:
+            raise InvalidConfig(f"exact=True is for layers on one device, got {self.shards}; leave it out")
 
     @property
     def on_gpu(self) -> bool:
@@ -55,9 +61,14 @@ class Execution:
         return self.platform == "gpu"
 
     def resolve(self) -> "Execution":
-        """Returns the record with a platform, and without kernels that are not available."""
+        """Returns the record with a platform, without kernels that are not available, and with exact forms if `exact`.
+
+        No other code chooses exact forms: a platform with a new form needs a change only here.
+        """
         platform = default_platform() if self.platform is None else self.platform
-        return dataclasses.replace(self, kernels=self.kernels and kernels_available(), platform=platform)
+        attention = "pallas" if self.exact and platform == "gpu" else self.attention
+        kernels = self.kernels and kernels_available()
+        return dataclasses.replace(self, kernels=kernels, platform=platform, attention=attention)
 
     def of_head(self) -> "Execution":
         """Returns how draft heads run beside this network: on the same platform, each layer whole, by XLA."""

@@ -45,6 +45,10 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
         raise InvalidConfig(f"model must be a Model, as from jaxspec.load; got {shown(model)}")
     if isinstance(model.lm, TransformerLM):
         check_attention(model.lm.execution.attention, mesh)
+        if model.lm.execution.exact and mesh.size > 1 and not suits_kernels(mesh):
+            raise InvalidConfig(
+                f"{model.name} was loaded with exact=True, which is for one device; load it without exact"
+            )
         model = dataclasses.replace(model, lm=model.lm.with_execution(platform=platform_of(mesh)))
     if not suits_kernels(mesh):
         model = without_kernels(model)

@@ -7,6 +7,7 @@ plain arrays; caches are arguments.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxspec.backend import exact_products
 from jaxspec.core import cache as caches
 from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Params, Window
@@ -68,9 +70,7 @@ class Transformer(nnx.Module):
             read, new = block(read, i, rotations[c.rope_of(i)], window, cache, past, following)
             entries.append(new)
             streams.append(read)
-        # With the barriers, XLA compiles this norm apart from the taps, which only some drafters read.
-        read = lax.optimization_barrier(read)
-        features = lax.optimization_barrier(calls.finish(read, Norm(self.norm[...], c.norm_eps, self.execution.kernels)))
+        features = calls.finish(read, Norm(self.norm[...], c.norm_eps, self.execution.kernels))
         if taps:
             features = jnp.concatenate([features, *(calls.residual(streams[tap]) for tap in taps)], axis=-1)
         return features, caches.stack_layers(entries)
@@ -79,6 +79,20 @@ class Transformer(nnx.Module):
         """Applies the output head."""
         table = self.embed if self.head is None else self.head
         return calls_of(self.execution).logits(features, table[...])
+
+
+EXACT_PATH = 32
+"""The longest path of a tree that attention in Pallas sums token by token: `GROUP_TOKENS` of
+`jaxspec.models.attention_pallas`, which takes a third of a second to import."""
+
+
+def _twice(window: Window) -> Window:
+    """Returns a window of two copies of a window's only token; each sees itself and not the other copy."""
+    tokens, positions = (jnp.repeat(leaf, 2, 1) for leaf in (window.tokens, window.positions))
+    earlier = jnp.repeat(window.mask[:, :, :-1], 2, 1)
+    mask = jnp.concatenate([earlier, jnp.broadcast_to(jnp.eye(2, dtype=bool), (len(tokens), 2, 2))], 2)
+    paths = None if window.paths is None else jnp.repeat(window.paths, 2, 1).at[:, 1, 0].set(1)
+    return Window(tokens, positions, mask, paths)
 
 
 @functools.lru_cache
@@ -127,6 +141,20 @@ class TransformerLM:
     def depth(self) -> int:
         return self.config.num_layers if self.layers is None else self.layers
 
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """XLA's options for programs that call the network; see `jaxspec.core.networks.CompiledTarget`."""
+        return exact_products.OPTIONS if self._exact_on_gpu else {}
+
+    @property
+    def max_exact_depth(self) -> int | None:
+        """The depth of the deepest tree whose bits are exact; see `jaxspec.core.networks.CompiledTarget`."""
+        return EXACT_PATH - 1 if self._exact_on_gpu else None
+
+    @property
+    def _exact_on_gpu(self) -> bool:
+        return self.execution.exact and self.execution.resolve().on_gpu
+
     def with_execution(self, **changes: Any) -> "TransformerLM":
         """Returns the network with some fields of its `Execution` changed, such as `attention="pallas"`."""
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
@@ -154,7 +182,12 @@ class TransformerLM:
         added: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T F"], KV]:
         """Reads a window; see `LanguageModel`. `added` is added to the embeddings of the window's tokens."""
-        return self._module(params)(window, cache, past, self.layers, self.taps, added)
+        if not self._exact_on_gpu or window.tokens.size > 1:
+            return self._module(params)(window, cache, past, self.layers, self.taps, added)
+        # XLA:GPU has other kernels for the norms of one row than for the norms of several rows.
+        added = None if added is None else jnp.repeat(added, 2, 1)
+        features, entries = self._module(params)(_twice(window), cache, past, self.layers, self.taps, added)
+        return features[:, :1], jax.tree.map(lambda leaf: leaf[:, :, :, :1], entries)
 
     commit = staticmethod(caches.append_to_cache)
 

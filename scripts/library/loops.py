@@ -42,12 +42,19 @@ from scripts.library import hlo
 BY_KERNEL = ("prompt-lookup, chain 8", "medusa, 64 nodes")
 """Drafters that the tiers also compile with attention in Pallas."""
 DEEP = 32  # layers of Llama 3 8B
+VOCAB = 128256
+AT_ONE_WIDTH = (
+    "none", "prompt-lookup, chain 8", "model (Llama-3.2-1B), chain 4", "early-exit of 4 layers, chain 2",
+    "eagle (EAGLE-3), chain 4", "medusa, 64 nodes",
+)  # fmt: skip
+"""Drafters that the tiers also compile with one width for every target call."""
+WIDTH, WIDE = 16, 64
 
 
 def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, kv_heads: int = 8) -> TransformerLM:
     """Shapes of Llama 3; of the 8B model unless told otherwise."""
     config = ModelConfig(
-        vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads,
+        vocab_size=VOCAB, hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads,
         num_kv_heads=kv_heads, head_dim=hidden // heads, tie_embeddings=False,
     )  # fmt: skip
     return TransformerLM(config, "bfloat16")
@@ -140,6 +147,7 @@ class Case:
     capacity: int = 2048
     attention: str = "xla"
     width: int = 0  # of every call of the target, `width_matched`; 0: as narrow as a round needs
+    exact: bool = False  # products by one chain of sums, see `jaxspec.backend.exact_products`
 
     @property
     def named(self) -> dict[str, Any]:
@@ -147,6 +155,7 @@ class Case:
         kind, dtype = "2x2" if self.mesh else "one device", "int8" if self.int8 else "bfloat16"
         drafter = self.drafter if self.attention == "xla" else f"{self.drafter}, attention in Pallas"
         drafter = f"{drafter}, width {self.width}" if self.width else drafter
+        drafter = f"{drafter}, exact" if self.exact else drafter
         own = {"chip": self.chip, "mesh": kind, "drafter": drafter, "batch": self.batch, "dtype": dtype}
         return own | {"layers": self.layers}
 
@@ -177,6 +186,8 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
         yield shallow(first, name, int8=True)
     for name in BY_KERNEL:
         yield shallow(first, name, attention="pallas")
+    for name in AT_ONE_WIDTH:
+        yield shallow(first, name, attention="pallas", width=WIDE if "64" in name else WIDTH)
     for chip, name in itertools.product(others, few):
         yield shallow(chip, name)
     if layers < DEEP:
@@ -201,7 +212,7 @@ def int32(*shape: int) -> Any:
 
 def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
     """Returns the loop, and the shapes of weights, state and rounds with their places on the devices."""
-    target = llama(case.layers).with_execution(attention=case.attention, platform=platform)
+    target = llama(case.layers).with_execution(attention=case.attention, platform=platform, exact=case.exact)
     batch = case.batch
     drafter, params = drafters(target, case.layers)[case.drafter]
     decoder = jaxspec.Decoder(target, drafter, Coupled(), width_matched=case.width or False)

@@ -12,11 +12,13 @@ from typing import Any
 import jax
 
 from jaxspec.bench.measurements import add_record, significant, write
-from scripts.library import hlo, loops
+from scripts.library import hlo, kernels, loops
 from scripts.library.loops import Case, Program
 
 LARGE = 1_000_000  # bytes; what is smaller may be copied
 COMPUTED = ("dot", "convolution", "slice", "dynamic-slice")  # results and parts, which may be as large by chance
+PLAIN = "none"
+REFERENCES: dict[Case, list[kernels.Kernel]] = {}  # kernels before the logits without a drafter
 HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 
 
@@ -82,6 +84,17 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     )
 
 
+def compare_with_plain(case: Case, program: Program, compile_case: Callable[[Case], Program]) -> kernels.Difference:
+    """Returns how the kernels before the logits differ from the kernels without a drafter, at the same width."""
+    own = kernels.before_logits(program.parts, loops.VOCAB)
+    plain = dataclasses.replace(case, drafter=PLAIN)
+    if case == plain:
+        REFERENCES[plain] = own
+    elif plain not in REFERENCES:
+        REFERENCES[plain] = kernels.before_logits(compile_case(plain).parts, loops.VOCAB)
+    return kernels.compare(own, REFERENCES[plain])
+
+
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """Published figures of one chip: bytes of memory per second, bfloat16 FLOPs per second, bytes of memory."""
@@ -141,6 +154,10 @@ class Tier:
             return f"{head} does not fit: {row['why']}"
         own, layer = row.get("attention_mb"), row["cache_mb"] / row["layers"]
         kernel = "" if own is None else f"attention moves {own:.2f} MB a layer (cache {layer:.2f}), "
+        if "kernels" in row:
+            kernel += (
+                f"{row['same_kernels']} of {row['kernels']} kernels before the logits are those of plain decoding, "
+            )
         return (
             f"{head} weights {row['weights_gb']:6.2f} GB, moved {row['moved_gb']:6.2f} GB, {kernel}{self.shown(row)}, "
             f"temporaries {row['temporary_mb']:6.1f} MB (cache {row['cache_mb']:.0f}), {row['ms_by_bytes']:.2f} ms by "
@@ -151,7 +168,7 @@ class Tier:
     def recorded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns the figures of a record."""
         names = ("chip", "mesh", "drafter", "batch", "dtype", "layers", "weights_gb", "moved_gb", "ms_by_bytes",
-                 "ms_weights_alone", "temporary_mb", "attention_mb", *self.kept)  # fmt: skip
+                 "ms_weights_alone", "temporary_mb", "attention_mb", "kernels", "same_kernels", *self.kept)  # fmt: skip
         kept = [{name: row[name] for name in names if name in row} for row in rows]
         return {
             "sound": sum(row["fits"] and not row["wrong"] for row in rows),

@@ -15,17 +15,24 @@ several. Nothing is run.
 
 import functools
 import importlib.util
+import itertools
 import pathlib
 import re
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
-from jaxspec.backend import command_buffer
+from jaxspec.backend import command_buffer, exact_products
 from jaxspec.core.sizes import BLOCK_SLOTS
-from scripts.library import hlo, loops, thunks, tier
+from jaxspec.models.layers import matmul
+from jaxspec.models.quantized import Quantized
+from jaxspec.models.rows import rms_norm
+from scripts.library import chains, hlo, kernels, loops, thunks, tier
 from scripts.library.loops import Case
 from scripts.library.tier import Chip
 
@@ -52,6 +59,7 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_descripti
 """
 TEXTS = (200, 2000)  # tokens
 SERIAL = 128  # elements: the width of a head; counts of nodes are shorter
+TILE_INPUTS, CHAIN_INPUTS = 128, 16  # inputs of a tile (block_k of `exact_products.OPTIONS`), and of one instruction
 
 
 @functools.cache
@@ -71,11 +79,17 @@ def turns(tokens: int, loop: hlo.Instruction) -> int:
     return -(-tokens // BLOCK_SLOTS) - 1 if re.search(r'op_name="[^"]*/blocks/', loop.rest) else 1
 
 
+def compile_loop(case: Case, options: Mapping[str, Any]) -> loops.Program:
+    """Compiles the loop of a case with these options of the compiler."""
+    return loops.compiled(case, "gpu", devices(case.chip, case.mesh), options)
+
+
 def look(case: Case) -> dict[str, Any]:
     """Compiles a case, and returns its line of the table."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {**command_buffer.options("gpu", layers_split=case.mesh), "xla_dump_to": folder}
-        program = loops.compiled(case, "gpu", devices(case.chip, case.mesh), options)
+        options = {**command_buffer.options("gpu", layers_split=case.mesh)}
+        options |= exact_products.OPTIONS if case.exact else {}
+        program = compile_loop(case, {**options, "xla_dump_to": folder})
         before, *after = (
             thunks.read(path.read_text())
             for name in ("", "_after_thunk_passes")
@@ -94,7 +108,68 @@ def look(case: Case) -> dict[str, Any]:
         row["wrong"].append(f"one thread sums {most} elements for each result of {name}")
     if row["launches_2000"] > row["launches_200"]:
         row["wrong"].append("a loop over the text launches more for a longer one")
+    if case.width:
+        difference = tier.compare_with_plain(case, program, functools.partial(compile_loop, options=options))
+        row |= {"kernels": difference.kernels, "same_kernels": difference.same}
+        row["wrong"] += [f"a kernel before the logits depends on the drafter: {one}" for one in difference.rounding]
     return row
+
+
+ROWS = (2, 3, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 128)
+"""Rows of products that `exact=True` must sum alike: on both sides of each multiple of a tile."""
+MATRICES = ((4096, 6144), (14336, 4096))
+"""Inputs and outputs of products: the heads of a layer of Llama 3 8B, and the last product of its MLP."""
+
+
+def product(
+    chip: str,
+    rows: int,
+    matrix: tuple[int, int],
+    int8: bool = False,
+    options: Mapping[str, Any] = exact_products.OPTIONS,
+) -> tuple[chains.Products, list[str]]:
+    """Compiles a product of the library, and returns its chains of sums and its kernels."""
+    place = SingleDeviceSharding(devices(chip, False)[0])
+    inputs, outputs = matrix
+
+    def array(dtype: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    whole = Quantized(array("int8", outputs, inputs), array("float32", outputs))
+    weight = whole if int8 else array("bfloat16", inputs, outputs)
+    with tempfile.TemporaryDirectory() as folder:
+        lowered = jax.jit(lambda x, weight: matmul(x, weight)).lower(array("float32", 1, rows, inputs), weight)
+        done = lowered.compile({**options, "xla_dump_to": folder})
+        found = chains.read("".join(path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx"))))
+    return found, [one.name for one in hlo.computations(done.as_text() or "")["ENTRY"] if one.op in kernels.KERNEL_OPS]
+
+
+def inexact(chip: str, options: Mapping[str, Any] = exact_products.OPTIONS, rows: Sequence[int] = ROWS) -> list[str]:
+    """Returns in which products the sum of an output depends on the number of rows, or is split into parts."""
+    wrong = []
+    for matrix, int8 in itertools.product(MATRICES, (False, True)):
+        expected = None
+        for count in rows:
+            found, launched = product(chip, count, matrix, int8, options)
+            expected = expected or found.instructions
+            step = found.lengths[-1] if found.lengths else 0
+            whole = found.one_chain_each and found.instructions == expected and step * CHAIN_INPUTS == TILE_INPUTS
+            if not whole or len(launched) > 1:
+                name = f"{'int8' if int8 else 'bfloat16'} {matrix[0]} x {matrix[1]} at {count} rows"
+                sums = f"{', '.join(sorted(found.instructions))} in chains of {sorted(set(found.lengths))}"
+                wrong.append(f"{name}: {sums}, kernels {', '.join(launched)}")
+    return wrong
+
+
+def norm(chip: str, rows: int) -> tuple[str, ...]:
+    """Compiles a norm of the library, and returns the steps of its sum."""
+    place = SingleDeviceSharding(devices(chip, False)[0])
+    x, scale = (jax.ShapeDtypeStruct(shape, "float32", sharding=place) for shape in ((rows, 4096), (4096,)))
+    with tempfile.TemporaryDirectory() as folder:
+        normed = jax.jit(lambda x, scale: rms_norm(x, scale, 1e-5).astype("bfloat16"))
+        normed.lower(x, scale).compile({**exact_products.OPTIONS, "xla_dump_to": folder})
+        texts = [path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx"))]
+    return chains.steps_of_norm(next(text for text in texts if "rsqrt" in text))
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -102,7 +177,12 @@ def shown(row: dict[str, Any]) -> str:
     return f"{launches} launches, {waits} waits {'saved by' if row['captured'] else 'without'} a command buffer"
 
 
-FIGURES = ("captured", *(f"{what}_{tokens}" for what in ("launches", "waits") for tokens in TEXTS))
+FIGURES = (
+    "captured",
+    "kernels",
+    "same_kernels",
+    *(f"{what}_{tokens}" for what in ("launches", "waits") for tokens in TEXTS),
+)
 TIER = tier.Tier("gpu", look, lambda layers: 2048, shown, FIGURES, ("jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12"))
 
 
@@ -111,7 +191,14 @@ def main() -> int:
     arguments = parser.parse_args()
     if not importlib.util.find_spec("nvidia.cuda_nvcc"):  # XLA would end with an error of nvlink, or at a null pointer
         parser.error("the package nvidia-cuda-nvcc-cu12, which has ptxas, is not installed; run `make gpu`")
-    return TIER.run(arguments)
+    status = TIER.run(arguments)
+    for chip in arguments.chips.split(",") * (arguments.drafters is None):
+        wrong = inexact(chip)
+        print(f"{chip:4} products with exact=True: {'; '.join(wrong) or 'one chain of one instruction at all rows'}")
+        orders = {norm(chip, rows) for rows in ROWS}
+        print(f"{chip:4} norms with exact=True: {len(orders)} orders of the sum at {len(ROWS)} numbers of rows")
+        status |= bool(wrong) or len(orders) > 1
+    return status
 
 
 if __name__ == "__main__":

@@ -222,6 +222,14 @@ MUTANTS = (
         ("tests/core/test_sampling.py::test_the_tail_of_a_large_vocabulary_is_drawn",),
     ),
     Mutant(
+        "calls-of-several-widths",
+        "a call of the target is as wide as the drafter's tree, though one width was asked for (bfloat16 rounds by width)",
+        "decode/loop.py",
+        "window = widen(window, self.canonical_width)",
+        "window = widen(window, proposal.tokens.shape[1])",
+        ("tests/decode/test_canonical_width.py::test_every_drafter_has_the_bits_of_plain_decoding",),
+    ),
+    Mutant(
         "no-bonus-token",
         "a draft kept whole emits no token of the target's after it (rlx)",
         "decode/commit.py",

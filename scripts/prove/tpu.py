@@ -31,13 +31,21 @@ CHIPS = {  # cloud.google.com/tpu/docs, system architecture
 }
 
 
+def compile_loop(case: Case) -> loops.Program:
+    """Compiles the loop of a case."""
+    return loops.compiled(case, "tpu", topologies.get_topology_desc(CHIPS[case.chip].topology, "tpu").devices, {})
+
+
 def look(case: Case) -> dict[str, Any]:
     """Compiles a case, and returns its line of the table."""
     chip = CHIPS[case.chip]
-    program = loops.compiled(case, "tpu", topologies.get_topology_desc(chip.topology, "tpu").devices, {})
+    program = compile_loop(case)
     cost = program.done.cost_analysis()
     flops = ((cost[0] if isinstance(cost, list) else cost) or {}).get("flops", 0.0)
     row = tier.report(case, chip, program)
+    if case.width:  # not wrong: XLA:TPU tiles products by what is beside them, and no option stops it
+        difference = tier.compare_with_plain(case, program, compile_loop)
+        row |= {"kernels": difference.kernels, "same_kernels": difference.same}
     return row | {"gflop": flops / 1e9, "ms_by_flops": flops / chip.flops * 1e3}
 
 

@@ -11,7 +11,7 @@ from helpers import defects, toys
 from helpers.tiers import with_slow
 from helpers.toys import decoder, lively, texts
 from helpers.toys import transformer as toy
-from jaxspec.backend import command_buffer
+from jaxspec.backend import command_buffer, exact_products
 from jaxspec.core import laws
 from jaxspec.core.records import KV
 from jaxspec.core.topology import chain
@@ -22,7 +22,7 @@ from jaxspec.models.attention import attend
 from jaxspec.models.attention_once import MAX_ELEMENTS, MAX_SUMMED_TOKENS, attend_once, block_size
 from jaxspec.models.layers import look_up
 from jaxspec.rules import coupled
-from scripts.library import hlo, thunks
+from scripts.library import chains, hlo, kernels, thunks, tier
 from scripts.library.loops import Case
 from scripts.prove import gpu
 
@@ -120,6 +120,73 @@ def test_sums_by_one_thread_are_counted_by_hand():
     assert found == [("input_concatenate_fusion", 96), ("loop_negate_fusion", 1)]
 
 
+def chained(lengths: list[int], op: str = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") -> str:
+    """PTX of accumulators that are summed in so many steps each, in turns."""
+    lines = []
+    for step in range(max(lengths)):
+        for number, length in enumerate(lengths):
+            registers = [f"{{%f{number}_{at}_0, %f{number}_{at}_1}}" for at in (step, step + 1)]
+            lines += [f"{op} {registers[1]}, {{%r1}}, {{%r2}}, {registers[0]};"] * (step < length)
+    return "\n".join(lines)
+
+
+def test_chains_of_sums_are_read_from_ptx():
+    one = chains.read(chained([8, 8]))
+    assert (one.lengths, one.one_chain_each) == ((8, 8), True)
+    assert one.instructions == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    assert not chains.read(chained([8, 4])).one_chain_each
+    assert not chains.read(chained([8]) + chained([8], "mma.sync.aligned.m16n8k8.row.col.f32")).one_chain_each
+    in_place = "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%f1, %f2}, %rd1, %rd2, 1, 1, 1, 0, 0;\n"
+    assert chains.read(in_place * 8).lengths == (8,)
+    assert chains.read("add.f32 %f1, %f2, %f3;") == (frozenset(), ())
+
+
+ROUND = """
+%normed (a: f32[16,64]) -> f32[16,64] {{
+  %a = f32[16,64]{{1,0}} parameter(0)
+  %square{0} = f32[16,64]{{1,0}} multiply(%a, %a)
+  %sum{0} = f32[16]{{0}} reduce(%square{0}, %zero), dimensions={{1}}, to_apply=%add
+  ROOT %out{0} = f32[16,64]{{1,0}} divide(%a, %sum{0})
+}}
+%product (a: bf16[16,64], b: bf16[64,1000]) -> f32[16,1000] {{
+  %a = bf16[16,64]{{1,0}} parameter(0)
+  %b = bf16[64,1000]{{1,0}} parameter(1)
+  ROOT %dot = f32[16,1000]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+%drafting (t: s32[16]) -> s32[16] {{
+  %t = s32[16]{{0}} parameter(0)
+  ROOT %n = s32[16]{{0}} negate(%t)
+}}
+%body (p: (s32[])) -> (s32[]) {{
+  %p = (s32[], bf16[64,1000]{{1,0}}) parameter(0)
+  %text = s32[16]{{0}} get-tuple-element(%p), index=0
+  %head = bf16[64,1000]{{1,0}} get-tuple-element(%p), index=1
+  %guess = f32[16]{{0}} fusion(%text), kind=kLoop, calls=%drafting
+  %tokens = s32[16]{{0}} fusion(%guess), kind=kLoop, calls=%drafting
+  %rows = f32[16,64]{{1,0}} fusion(%tokens), kind=kLoop, calls=%drafting
+  %norm{0} = f32[16,64]{{1,0}} fusion(%rows), kind=kCustom, calls=%normed, metadata={{op_name="{0}"}}{1}
+  %narrow = bf16[16,64]{{1,0}} fusion(%norm{0}), kind=kLoop, calls=%drafting
+  %logits = f32[16,1000]{{1,0}} fusion(%narrow, %head), kind=kCustom, calls=%product
+}}
+ENTRY %main (p: (s32[])) -> (s32[]) {{
+  %w = (s32[]) while(%t), condition=%body, body=%body
+}}
+"""
+
+
+def test_kernels_before_the_logits_are_compared_without_their_names():
+    """A draft reaches the logits as integers; another tile of a norm is found, another name is not."""
+    tile = ', backend_config={"block_level_fusion_config":{"tile":"%s"}}'
+    one, renamed, other = (
+        kernels.before_logits(hlo.computations(ROUND.format(*words)), 1000)
+        for words in ((".1", tile % 128), (".2", tile % 128), (".1", tile % 256))
+    )
+    assert [each.name for each in one] == ["rows", "norm.1", "narrow", "logits"]
+    assert [each.rounds for each in one] == [False, True, False, True]
+    assert kernels.compare(renamed, one) == (4, 4, (), 0)
+    assert kernels.compare(other, one) == (4, 3, ("+ norm.1 f32[16,64]", "- norm.1 f32[16,64]"), 0)
+
+
 def test_options_are_a_gpus_and_the_users_go_first(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert command_buffer.options("cpu") == command_buffer.options("tpu") == {}
@@ -189,6 +256,14 @@ def test_digits_of_four_bits_find_the_same_scores(request):
     by_digits = laws.kth_highest(values, k)
     np.testing.assert_array_equal(np.asarray(by_bits).view(np.int32), np.asarray(by_digits).view(np.int32))
     np.testing.assert_array_equal(first, laws.first_highest(values))
+
+
+@pytest.mark.parametrize("size", [1, 2, 61, 64, 1001])
+def test_a_gpu_sums_in_the_order_of_a_cpu(size):
+    values = jax.random.normal(jax.random.key(size), (3, 2, size))
+    one, other = (jax.jit(laws._add_halves, static_argnums=1)(values, barriers) for barriers in (False, True))
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(one, laws.total(values))
 
 
 def test_one_row_of_a_table_is_looked_up():
@@ -274,3 +349,45 @@ def test_it_finds_sums_by_one_thread(compiler, monkeypatch):
 def test_it_finds_a_loop_over_the_text(compiler, monkeypatch):
     monkeypatch.setattr("jaxspec.models.attention.block_size", lambda prefix: 256)
     assert "launches more for a longer one" in wrong()
+
+
+def at_one_width(drafter: str) -> str:
+    row = gpu.look(Case("h100", drafter, layers=2, attention="pallas", width=16))
+    assert row["kernels"] > 30
+    return "; ".join(row["wrong"])
+
+
+@pytest.mark.gpu
+def test_no_kernel_before_the_logits_depends_on_the_drafter(compiler):
+    """The head reads taps, whose neighbour in memory is the result of the last norm."""
+    assert not at_one_width("eagle (EAGLE-3), chain 4")
+
+
+@pytest.mark.gpu
+def test_it_finds_kernels_that_depend_on_the_drafter(compiler, monkeypatch):
+    monkeypatch.setattr(tier, "REFERENCES", {})
+    defects.joined_calls(monkeypatch)
+    assert "a kernel before the logits depends on the drafter" in at_one_width("eagle (EAGLE-3), chain 4")
+
+
+@pytest.fixture
+def optimised():
+    """LLVM keeps an accumulator in the same registers from one instruction to the next, as for users."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.mark.gpu
+def test_exact_products_are_one_chain_of_one_instruction(compiler, optimised):
+    assert gpu.inexact("h100", rows=(2, 9, 16, 33, 63, 64, 128)) == []
+    assert len({gpu.norm("h100", rows) for rows in (2, 16, 128)}) == 1
+    assert gpu.norm("h100", 1) != gpu.norm("h100", 2)  # why one token is read as two
+
+
+@pytest.mark.gpu
+def test_it_finds_split_sums(compiler, optimised):
+    """XLA's own choice of kernels splits a sum into parts, and adds the parts in a second kernel."""
+    parted = dict(exact_products.OPTIONS)
+    del parted["xla_gpu_experimental_force_split_k"], parted["xla_gpu_override_gemm_autotuner"]
+    assert any("kernels gemm" in line for line in gpu.inexact("h100", parted, (16,)))

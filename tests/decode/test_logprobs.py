@@ -201,7 +201,7 @@ def test_what_logprobs_may_be():
         with pytest.raises(InvalidConfig, match="logprobs must be True, False, or the number") as caught:
             jaxspec.generate(TARGET, [[1]], logprobs=wrong, max_new_tokens=2)
         assert "\n" not in str(caught.value)
-    with pytest.raises(InvalidConfig, match=r"logprobs=25: .* has only 24 tokens"):
+    with pytest.raises(InvalidConfig, match=r"logprobs=25 is too many: .* has only 24 tokens"):
         jaxspec.generate(TARGET, [[1]], logprobs=25, max_new_tokens=2)
     assert [sizes.round_top_logprobs(n, 49152) for n in (0, 1, 8, 9, 20)] == [8, 8, 8, 16, 32]
     assert sizes.round_top_logprobs(2, 4) == 4

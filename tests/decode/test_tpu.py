@@ -239,3 +239,11 @@ def test_attention_in_pallas_moves_little_beside_a_layer_of_the_cache(compiler):
     assert not row["wrong"]
     assert row["temporary_mb"] < row["cache_mb"]
     assert 0 < row["attention_mb"] / (row["cache_mb"] / 2) < 1.1
+
+
+@pytest.mark.tpu
+def test_products_depend_on_the_drafter(compiler):
+    """Why no bits are promised on a TPU. If this fails, XLA has changed: docs/guarantees.md may promise more."""
+    row = tpu.look(Case("v5e", "prompt-lookup, chain 8", layers=2, capacity=32768, attention="pallas", width=16))
+    assert not row["wrong"]
+    assert 0 < row["same_kernels"] < row["kernels"]

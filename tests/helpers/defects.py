@@ -1,12 +1,15 @@
 """Defects of a compiled loop, brought in so that the tiers of accelerators find them."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.compute_on import compute_on
 
 from jaxspec.core import cache as caches
-from jaxspec.models import transformer
+from jaxspec.decode import target_call
+from jaxspec.models import layer_calls, transformer
 
 
 def copied_cache(monkeypatch):
@@ -40,3 +43,9 @@ def gathered_table(monkeypatch):
     monkeypatch.setattr(
         transformer, "look_up", lambda table, tokens: look_up(lax.with_sharding_constraint(table, jax.P()), tokens)
     )
+
+
+def joined_calls(monkeypatch):
+    """XLA compiles the target's call together with the operations of the drafter and the rule."""
+    for module in (target_call, layer_calls):
+        monkeypatch.setattr(module, "lax", types.SimpleNamespace(optimization_barrier=lambda values: values))

@@ -1,0 +1,164 @@
+"""Tests the argument `exact` of `load`: what it selects on each platform, and what it refuses."""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from helpers import toys
+from jaxspec.backend import command_buffer, exact_products
+from jaxspec.core.records import Window
+from jaxspec.core.topology import chain
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.errors import InvalidConfig
+from jaxspec.models import attention_pallas, transformer
+from jaxspec.models.exact import resolve_exact
+from jaxspec.models.execution import Execution
+
+pytestmark = pytest.mark.quick
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOptions(transformer.TransformerLM):
+    """A network on XLA's operations, whose programs are compiled as on a GPU."""
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        return exact_products.OPTIONS
+
+
+class ReadTwice(transformer.TransformerLM):
+    """A network on XLA's operations that reads one token as on a GPU."""
+
+    @property
+    def _exact_on_gpu(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch):
+    """Tests of their own may set the flags."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+def resolve(exact: bool | None = True, execution: Execution = Execution(), **changes) -> Execution:
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 64, "platform": "gpu"} | changes
+    return resolve_exact(execution, exact, **arguments)
+
+
+def test_without_it_nothing_changes():
+    assert resolve(None) == resolve(False) == Execution()
+
+
+def test_a_cpu_uses_its_kernels_or_refuses():
+    kernels = Execution(kernels=True)
+    assert resolve(execution=kernels, platform="cpu") == Execution(kernels=True, exact=True)
+    with pytest.raises(InvalidConfig, match="exact=True needs the CPU kernels on a CPU, and they are not used"):
+        resolve(platform="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_gpu_uses_attention_in_pallas(dtype):
+    found = resolve(dtype=dtype)
+    assert found == Execution(exact=True)
+    assert dataclasses.replace(found, platform="gpu").resolve().attention == "pallas"
+    assert dataclasses.replace(found, platform="cpu").resolve().attention == "xla"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"platform": "tpu"}, "exact=True is for CPUs and GPUs, the model runs on 'tpu'"),
+        ({"dtype": "float32"}, "exact=True on a GPU needs weights in bfloat16 or int8, got float32"),
+        ({"dtype": "file"}, "exact=True on a GPU needs weights in bfloat16 or int8, got file"),
+        ({"execution": Execution(shards=2)}, "exact=True is for layers on one device, got 2"),
+        ({"head_dim": 80}, "needs heads whose width is a power of two"),
+    ],
+)
+def test_what_it_cannot_hold_is_refused(changes, message):
+    with pytest.raises(InvalidConfig, match=message):
+        resolve(**changes)
+
+
+def test_other_values_are_refused():
+    not_a_flag: Any = "yes"
+    with pytest.raises(InvalidConfig, match="exact must be True or False"):
+        resolve(not_a_flag)
+
+
+def test_options_that_xla_does_not_know_are_refused(monkeypatch):
+    monkeypatch.setattr(exact_products, "OPTIONS", {**exact_products.OPTIONS, "xla_gpu_gone": 1})
+    with pytest.raises(InvalidConfig, match=r"needs XLA's option xla_gpu_gone, which JAX .* does not know"):
+        resolve()
+
+
+def test_options_of_the_user_are_refused(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_cublas_fallback=true")
+    with pytest.raises(InvalidConfig, match="exact=True sets XLA's option xla_gpu_cublas_fallback"):
+        resolve()
+
+
+def test_programs_of_an_exact_target_are_compiled_with_its_options(monkeypatch):
+    """This XLA knows the options of GPUs, whatever it compiles for."""
+    seen = []
+
+    def compiled(lowered, options, needed=types.MappingProxyType({})):
+        seen.append(dict(needed))
+        return lowered.compile(dict(needed))
+
+    monkeypatch.setattr(command_buffer, "compile", compiled)
+    lm = toys.transformer(num_layers=1)
+    with_options = WithOptions(lm.config, lm.dtype)
+    model = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
+    jaxspec.decode.session.clear_executables()
+    jaxspec.generate(model, [[1, 2]], max_new_tokens=2, drafter="none", verbose=False)
+    assert seen
+    assert not any(seen)
+    seen.clear()
+    jaxspec.generate(
+        jaxspec.Model(with_options, model.params), [[1, 2]], max_new_tokens=2, drafter="none", verbose=False
+    )
+    assert seen
+    assert all(options == exact_products.OPTIONS for options in seen)
+
+
+def test_needed_options_are_kept_if_others_are_unknown():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    assert command_buffer.compile(lowered, {"xla_gpu_nonsense": "1"}, exact_products.OPTIONS)(1.0) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_other"):
+        command_buffer.compile(lowered, {"xla_gpu_nonsense": "1"}, {"xla_gpu_other": "1"})
+
+
+def test_deeper_trees_than_attention_sums_are_refused():
+    assert transformer.EXACT_PATH == attention_pallas.GROUP_TOKENS
+    target = toys.transformer().with_execution(exact=True, platform="gpu")
+    toys.decoder(target, PromptLookup(chain(31)))
+    with pytest.raises(
+        InvalidConfig, match="the draft tree is 32 deep, and a target with exact=True allows a depth of 31"
+    ):
+        toys.decoder(target, PromptLookup(chain(32)))
+
+
+def test_one_token_is_read_as_two():
+    """Norms of one row have another kernel on a GPU; the copies do not see each other."""
+    lm = toys.transformer(num_layers=2)
+    params, cache = lm.init_params(jax.random.key(0)), lm.init_cache(1, 256)
+    exact = ReadTwice(lm.config)
+    first = Window(jnp.array([[5]]), jnp.array([[0]]), jnp.ones((1, 1, 1), bool))
+    features, entries = lm.apply(params, first, cache)
+    twice, same = exact.apply(params, first, cache)
+    assert jax.tree.map(jnp.shape, (twice, same)) == jax.tree.map(jnp.shape, (features, entries))
+    np.testing.assert_allclose(twice, features, rtol=1e-5, atol=1e-5)
+    second = Window(jnp.array([[7]]), jnp.array([[1]]), jnp.ones((1, 1, 2), bool), jnp.array([[[0, -1]]]))
+    ours, theirs = (network.apply(params, second, cache, entries)[0] for network in (exact, lm))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    wide = transformer._twice(second)
+    assert wide.mask.tolist() == [[[True, True, False], [True, False, True]]]
+    assert wide.paths is not None
+    assert wide.paths.tolist() == [[[0, -1], [1, -1]]]
