@@ -119,11 +119,8 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         located = tensors[name]
         return read_native(located.where, name, located.data, located.tensor, functools.partial(order, name))
 
-    shapes = {
-        name: located.tensor.shape
-        for name, located in tensors.items()
-        if name not in _ROTARY_TENSORS and name not in left_out
-    }
+    unread = {*_ROTARY_TENSORS, *left_out}
+    shapes = {name: located.tensor.shape for name, located in tensors.items() if name not in unread}
     canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names), shapes)
     text = _tokenizer_entries(where, metadata)
     tokens = text.get("tokenizer.ggml.tokens", [])

@@ -175,11 +175,9 @@ def _with_xla(
     top, first = own_score.max(-1), block(first_block) if prefix.keys.shape[3] else None
     if first is not None:
         top = jnp.maximum(first[0].max(-1), top)
-    own_weights = jnp.exp(own_score - top[..., None])
-    total = own_weights.sum(-1)
-    mixed = (
-        mix(own_weights, values) if paths is None else dot("bhqj,bhqjk->bhqk", own_weights.astype(values.dtype), values)
-    )
+    near = jnp.exp(own_score - top[..., None])
+    total = near.sum(-1)
+    mixed = mix(near, values) if paths is None else dot("bhqj,bhqjk->bhqk", near.astype(values.dtype), values)
     if first is not None:  # without slots there is no loop, which would have no reverse-mode gradient
         weight = jnp.exp(first[0] - top[..., None])
         state = (top, weight.sum(-1) + total, mix(weight, first[1]) + mixed)
