@@ -1,24 +1,16 @@
-"""What scripts know of `exact=True`: whether this version of jaxspec has it, and networks that run so."""
+"""`exact=True` in scripts: models and networks that run so, and reasons for those that cannot."""
 
 import dataclasses
-import importlib
-import inspect
 import re
 from typing import Any
 
 import jax
 
 import jaxspec
+from jaxspec.models.exact import resolve_exact
 
 FORMS = {"off": (False,), "on": (True,), "both": (False, True)}
 """Values of the option --exact."""
-
-
-def why_unavailable() -> str | None:
-    """Returns why models cannot be loaded with `exact=True` in this version; None if they can."""
-    if "exact" in inspect.signature(jaxspec.load).parameters:
-        return None
-    return "jaxspec.load has no argument exact in this version"
 
 
 def describe(error: Exception) -> str:
@@ -40,12 +32,6 @@ def apply(lm: Any, dtype: str) -> Any:
     Raises:
         InvalidConfig: this machine cannot promise the same bits.
     """
-    module = importlib.import_module("jaxspec.models.exact")
     platform = jax.default_backend()
-    execution = module.resolve_exact(lm.execution.resolve(), True, dtype, lm.config.head_dim, platform)
+    execution = resolve_exact(lm.execution.resolve(), True, dtype, lm.config.head_dim, platform)
     return dataclasses.replace(lm, execution=execution)
-
-
-def options(lm: Any) -> dict[str, Any]:
-    """Returns the options of the compiler that programs of an exact network need, besides those of every loop."""
-    return dict(lm.compiler_options) if lm.execution.exact else {}

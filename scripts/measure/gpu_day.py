@@ -10,8 +10,7 @@
 Each part is a process of its own with a limit in seconds, so that a crash or a hang loses nothing else. OUT has three
 files, which are up to date while a part runs: the journal `day.json`, the records `records.json`, and `log.txt`.
 Nothing is left out silently: the journal has a line for every part, with a reason if the part was cut or skipped.
-`exact=True` is measured beside XLA's own kernels where this version of jaxspec has it; where it does not, the records
-say why.
+`exact=True` is measured beside XLA's own kernels; where it is refused, such as for float32, the records say why.
 """
 
 import argparse

@@ -192,10 +192,12 @@ class Bench:
         init = jax.jit(lambda w, r: decoder.init(w, r, CAPACITY))
         run = jax.jit(lambda w, s, rounds: decoder.run(w, s, rounds), donate_argnums=1)
         made = run.lower(weights, jax.eval_shape(init, weights, request), jnp.int32(ROUNDS))
-        options = dict(command_buffer.options(jax.default_backend())) if case.captured else {}
-        if case.exact:
-            options |= exact.options(target)
-        return lambda: command_buffer.compile(made, options), weights, lambda: init(weights, request)
+        options = command_buffer.options(jax.default_backend()) if case.captured else {}
+        return (
+            lambda: command_buffer.compile(made, options, target.compiler_options),
+            weights,
+            lambda: init(weights, request),
+        )
 
 
 class Timed:
@@ -330,17 +332,11 @@ def main() -> int:
     bench = Bench(lm, arguments.layers)
     names = [name for name in bench.drafters if not name.startswith(("none", "model of another"))]
     names = [name for name in names if not arguments.small or name in SMALL_DRAFTERS]
-    why = exact.why_unavailable()
-    forms = [form for form in exact.FORMS[arguments.exact] if not (form and why)]
+    forms = exact.FORMS[arguments.exact]
     known = parts(names, WIDTHS[2:3] if arguments.small else WIDTHS, forms)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(bench.params[False]))
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.layers} layers, {size / 1e9:.1f} GB")
     values: dict[str, Any] = {"layers": arguments.layers, "weights_gb": significant(size / 1e9), "parts": {}}
-    if why and arguments.exact != "off":
-        values["not_measured"] = {"exact": why}
-        print(f"exact=True: NOT MEASURED: {why}", flush=True)
-        if not forms:
-            return 1
     size = READ >> 6 if arguments.small else READ
     read = reader(size)
     values["read_gb_per_s"] = quartiles([size / read() / 1e9 for _ in range(20)])

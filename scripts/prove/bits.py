@@ -197,15 +197,12 @@ def main() -> int:
 
     for dtype, exactly in itertools.product(arguments.dtypes, sorted(exact.FORMS[arguments.exact], reverse=True)):
         about = {"dtype": dtype, "exact": exactly}
-        why = exact.why_unavailable() if exactly else None
         try:
-            bench = None if why else Bench(dtype, exactly, arguments.layers, prompts, arguments.tokens)
+            bench = Bench(dtype, exactly, arguments.layers, prompts, arguments.tokens)
         except jaxspec.JaxspecError as error:
             if not exactly:
                 raise
-            bench, why = None, exact.describe(error)
-        if bench is None:
-            keep(about | {"unavailable": why})
+            keep(about | {"unavailable": exact.describe(error)})
             continue
         for line in measure(bench, arguments.drafters, arguments.batches, arguments.threads):
             keep(about | line)

@@ -274,6 +274,6 @@ def test_the_whole_day_runs_at_toy_sizes(tmp_path, smollm2_path):
     for record in records.values():
         assert RENDERERS[record["kind"]](record["values"]).count("\n") >= 3, record["id"]
     texts = next(record for record in records.values() if record["id"] == "text-bits")
-    compared = [line for line in texts["values"]["lines"] if not line["exact"]]
-    assert compared
+    compared = [line for line in texts["values"]["lines"] if "unavailable" not in line]
+    assert not all(line["exact"] for line in compared)
     assert all(line["same_bits"] == line["texts"] for line in compared)
