@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.costs import COST
+from helpers.tiers import with_slow
 from helpers.toys import decoder, request, whole
 from jaxspec.core.drafter import Needs
 from jaxspec.core.records import Proposal, RoundResult
@@ -191,7 +192,7 @@ class Boasting:
 
 
 @pytest.mark.parametrize("rule", ["coupled", "deterministic"])
-@EVERY
+@pytest.mark.parametrize("name", with_slow(WITH_A_BALANCE, WITH_A_BALANCE.keys() - {"adaptive", "best-width"}))
 def test_the_loop_keeps_the_bound(name, rule):
     """A batch of hopeless rows and one row whose drafts are right; the time is computed from the log of the rounds.
 

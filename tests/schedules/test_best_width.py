@@ -17,6 +17,7 @@ from jaxspec.core.schedule import Constant
 from jaxspec.core.theory import XLA_TOKEN_COST, TokenCost, assumed_cost
 from jaxspec.core.topology import chain
 from jaxspec.errors import InvalidConfig
+from jaxspec.generation.drafting import Drafting
 from jaxspec.kernels.library import TOKEN_COSTS
 from jaxspec.schedules.best_width import BestWidth, WidthState
 
@@ -129,8 +130,11 @@ def test_wrong_settings_are_refused(settings):
         BestWidth(**settings)
 
 
-def test_a_pair_of_numbers_is_a_cost():
-    """As a file of settings holds it."""
-    pair: Any = (0.1, 3.7)
-    assert BestWidth(cpu=pair) == SLOW
-    assert isinstance(BestWidth(cpu=pair).cpu, TokenCost)
+def test_a_file_of_drafting_keeps_it(tmp_path):
+    """A file holds the cost as a pair of numbers."""
+    made = Drafting("prompt-lookup", tree=chain(4), schedule=dataclasses.replace(SLOW, widths=(1, 3)))
+    made.save(tmp_path / "drafting.json")
+    found = Drafting.load(tmp_path / "drafting.json")
+    assert found == made
+    assert isinstance(found.schedule, BestWidth)
+    assert isinstance(found.schedule.cpu, TokenCost)
