@@ -9,7 +9,6 @@ import pytest
 from flax import linen, nnx
 
 import cases
-from helpers.costs import COST
 from helpers.narrow import not_none
 from helpers.tiers import with_slow
 from helpers.toys import (
@@ -29,6 +28,7 @@ from helpers.toys import (
 )
 from jaxspec.core.records import Window
 from jaxspec.core.sampling import MIN_TEMPERATURE
+from jaxspec.core.theory import TokenCost
 from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.early_exit import EarlyExit
@@ -60,7 +60,7 @@ DRAFTERS = {
     "lookup": (PromptLookup(chain(4), min_match=1), {}, [None]),
     "lookup-while-it-pays": (
         PromptLookup(dynamic(3, 5, 9)),
-        {"chunk": 64, "schedule": BestWidth((1, 4), COST)},
+        {"chunk": 64, "schedule": BestWidth((1, 4), TokenCost(0.0005, 1e5))},
         [None],
     ),
     "lookup-in-earlier-answers": (

@@ -238,7 +238,7 @@ def test_memory_does_not_grow_with_the_vocabulary():
     """At 152 thousand tokens and 16 rows, from shapes: 68 bytes for each slot, and no copy of the logits of a round."""
     drafter, params = Recycling.build(DrafterInputs(Model(TableLM(151_936, order=0), {})))
     state = jax.tree.leaves(jax.eval_shape(lambda: drafter.init(params, 16, 2048)))
-    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * TOKENS_PER_ENTRY + 8)
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in state) == 16 * (68 * 8192 + 4 * TOKENS_PER_ENTRY)
     nodes = drafter.shape.nodes
     tokens, logits = (jax.ShapeDtypeStruct((16, nodes, *v), t) for v, t in (((), "int32"), ((151_936,), "float32")))
     seen = (
@@ -250,7 +250,7 @@ def test_memory_does_not_grow_with_the_vocabulary():
 
 
 @pytest.mark.parametrize(
-    ("tree", "what"), [(chain(0), "at least one token"), (dynamic(9, 2, 9), "9 children"), (branching(9), "9 children")]
+    ("tree", "what"), [(chain(0), "at least one drafted"), (dynamic(9, 2, 9), "width 9"), (branching(9), "width 9")]
 )
 def test_trees_that_cannot_be_drafted_are_refused(tree, what):
     with pytest.raises(InvalidConfig, match=what):
