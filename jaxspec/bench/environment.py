@@ -14,7 +14,7 @@ import jax
 import jaxspec
 from jaxspec.core import noise
 
-FLAGS = (
+INSTRUCTION_FLAGS = (
     "avx2",
     "avx512f",
     "avx512_vnni",
@@ -29,12 +29,12 @@ FLAGS = (
 """Instruction sets that decide how fast matrix products are, as Linux names them."""
 
 
-def describe() -> dict:
+def describe_environment() -> dict:
     """Returns the versions and the machine for JSON. `date` is the current time in UTC."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {name: _version(name) for name in ("flax", "numpy", "reasoning-gym")} | versions(),
+        "versions": {name: _version(name) for name in ("flax", "numpy", "reasoning-gym")} | read_versions(),
         "noise_version": noise.NOISE_VERSION,
         "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": len(_usable_cores())},
@@ -42,27 +42,27 @@ def describe() -> dict:
     }
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Returns the versions of Python, JAX, jaxlib and jaxspec, which decide what is compiled."""
     own = {"python": platform.python_version(), "jaxspec": jaxspec.__version__}
     return own | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
 
 
-def machine() -> dict:
+def describe_machine() -> dict:
     """Returns the properties that decide how fast this machine is, without the name of the host."""
     device = jax.devices()[0]
     return {
         "cpu": cpu_model(),
         "cores": len(_usable_cores()),
         "memory_gib": memory_gib(),
-        "flags": [flag for flag in FLAGS if flag in _cpu_flags()],
+        "flags": [flag for flag in INSTRUCTION_FLAGS if flag in _cpu_flags()],
         "platform": device.platform,
         "kind": device.device_kind,
         "devices": jax.device_count(),
     }
 
 
-def commit() -> tuple[str | None, bool]:
+def find_commit() -> tuple[str | None, bool]:
     """Returns the commit of the checkout that jaxspec is imported from, and whether package or scripts differ from it.
 
     The commit is None if jaxspec is installed outside of a checkout, or if git is missing.

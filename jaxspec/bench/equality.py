@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.records import PLAIN, Difference, Method, Prompt
-from jaxspec.bench.setup import Setup
+from jaxspec.bench.records import PLAIN_METHOD, BenchPrompt, Difference, Method
+from jaxspec.bench.setup import BenchSetup
 from jaxspec.bench.worker import Worker
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
@@ -31,7 +31,7 @@ def in_float32(model: Model) -> bool:
 
 
 def certify(
-    setup: Setup, method: Method | Worker, prompt: Prompt, plain: list[int], difference: Difference
+    setup: BenchSetup, method: Method | Worker, prompt: BenchPrompt, plain: list[int], difference: Difference
 ) -> Difference:
     """Completes a difference with its gap and, where rounding explains it, its certificate; see `Difference`.
 
@@ -60,11 +60,11 @@ def certify(
     return dataclasses.replace(difference, gap=gap if np.isfinite(gap) else None, certificate=certificate)
 
 
-def _equal_at_one_width(setup: Setup, method: Method, prompt: Prompt) -> bool:
+def _equal_at_one_width(setup: BenchSetup, method: Method, prompt: BenchPrompt) -> bool:
     """Returns True if the texts are equal when every target call has the width of the method's tree."""
     tree = setup.decoder(method)[0].drafter.needs.tree
     if tree is None:
         return False
-    plain = Method(PLAIN, Drafting(PLAIN, tree=tree))
+    plain = Method(PLAIN_METHOD, Drafting(PLAIN_METHOD, tree=tree))
     one, other = (setup.decode(each, prompt, width_matched=True).text for each in (plain, method))
     return one.tokens == other.tokens

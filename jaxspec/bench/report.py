@@ -5,30 +5,30 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxspec.amounts import plural
-from jaxspec.bench.measurements import significant
-from jaxspec.bench.records import PLAIN, Row, Run
-from jaxspec.bench.summary import groups, paired, summarise
+from jaxspec.bench.measurements import round_significant
+from jaxspec.bench.records import PLAIN_METHOD, Row, Run
+from jaxspec.bench.summary import compare_methods, list_groups, summarise
 from jaxspec.bench.table import Table
 
-FORMAT = 1
+REPORT_FORMAT = 1
 """Version of the JSON, incremented whenever a name changes its meaning."""
-SETTINGS = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
-def times(ratio: float) -> str:
+def format_speedup(ratio: float) -> str:
     """Formats a speedup; below 1 it says "slower"."""
     return f"{ratio:.2f}x slower" if round(ratio, 2) < 1 else f"{ratio:.2f}x"
 
 
-def title(run: Run) -> str:
+def format_title(run: Run) -> str:
     """Returns the settings of a run in one line."""
-    settings = {name: getattr(run.sampling, name) for name in SETTINGS}
+    settings = {name: getattr(run.sampling, name) for name in SAMPLING_SETTINGS}
     shown = [f"temperature {settings.pop('temperature'):g}"]
     shown += [f"{name.replace('_', '-')} {value:g}" for name, value in settings.items() if value not in (0, 1)]
     return ", ".join([*shown, f"rule {run.rule}" + ("" if run.lossless else " (lossy)")])
 
 
-def overall(run: Run) -> Table:
+def overall_table(run: Run) -> Table:
     """Returns a table with a row per method, plain decoding first."""
     prompts = len(run.rows) // len(run.methods)
     headings = (
@@ -46,72 +46,74 @@ def overall(run: Run) -> Table:
         low, median, high = dataclasses.astuple(summary.ratios)
         predicted = summary.predicted_speedup
         rows.append((
-            "none (plain decoding)" if method == PLAIN else method,
-            times(summary.speedup),
+            "none (plain decoding)" if method == PLAIN_METHOD else method,
+            format_speedup(summary.speedup),
             f"{median:.2f}x ({low:.2f} to {high:.2f})",
             f"{summary.tokens_per_s:.1f}",
             f"{summary.mean_accepted_tokens:.2f}" if summary.stats.rounds else "-",
             f"{summary.stats.acceptance_rate:.0%}" if summary.stats.drafted else "-",
-            "-" if predicted is None or method == PLAIN else f"{predicted:.2f}x",
+            "-" if predicted is None or method == PLAIN_METHOD else f"{predicted:.2f}x",
             f"{summary.same}/{summary.prompts}" + (f", {summary.certified} certified" if summary.certified else ""),
         ))  # fmt: skip
-    return Table(f"{title(run)}, {plural(prompts, 'prompt')}", (*headings, "same text"), rows)
+    return Table(f"{format_title(run)}, {plural(prompts, 'prompt')}", (*headings, "same text"), rows)
 
 
-def other_times(run: Run) -> str:
+def format_other_times(run: Run) -> str:
     """Returns a line with the times that tokens/s excludes, and the time of a single call of each model."""
     compiled = ", ".join(f"{method} {run.compile_s[method]:.1f} s" for method in run.methods)
     read = ", ".join(f"{method} {summarise(run, method).prefill_s:.2f} s" for method in run.methods)
     calls = ", ".join(
-        f"{'target' if method == PLAIN else f'draft of {method}'} {seconds * 1e3:.2f} ms"
+        f"{'target' if method == PLAIN_METHOD else f'draft of {method}'} {seconds * 1e3:.2f} ms"
         for method, seconds in run.call_s.items()
     )
     return f"Not in tokens/s: compilation ({compiled}); prefill ({read}). One call: {calls}."
 
 
-def by_group(run: Run) -> Table:
+def group_table(run: Run) -> Table:
     """Returns a table of the speedup and tokens per round of every method, by task and category."""
-    methods = [method for method in run.methods if method != PLAIN]
+    methods = [method for method in run.methods if method != PLAIN_METHOD]
     rows = []
-    for task, category in groups(run):
-        plain = summarise(run, PLAIN, task, category)
+    for task, category in list_groups(run):
+        plain = summarise(run, PLAIN_METHOD, task, category)
         cells = [summarise(run, method, task, category) for method in methods]
         rows.append((
             task if category is None else f"  {category}",
             str(plain.prompts),
             f"{plain.tokens_per_s:.1f}",
             *(
-                times(cell.speedup) + (f" ({cell.mean_accepted_tokens:.2f})" if cell.stats.rounds else "")
+                format_speedup(cell.speedup) + (f" ({cell.mean_accepted_tokens:.2f})" if cell.stats.rounds else "")
                 for cell in cells
             ),
         ))  # fmt: skip
-    return Table(f"{title(run)}: speedup (tokens per round)", ("task", "prompts", "plain tokens/s", *methods), rows)
+    return Table(
+        f"{format_title(run)}: speedup (tokens per round)", ("task", "prompts", "plain tokens/s", *methods), rows
+    )
 
 
-def against_peers(run: Run) -> Table:
+def peer_table(run: Run) -> Table:
     """Returns a table that compares plain decoding and the fastest drafter with every method of other systems."""
     own = [method for method in run.methods if method not in run.peers]
     best = max(own, key=lambda method: summarise(run, method).tokens_per_s)
-    shown, rows = dict.fromkeys((PLAIN, best)), []
+    shown, rows = dict.fromkeys((PLAIN_METHOD, best)), []
     for peer in run.peers:
         cells = []
         for method in shown:
-            low, median, high = dataclasses.astuple(paired(run, method, peer))
+            low, median, high = dataclasses.astuple(compare_methods(run, method, peer))
             ratio = summarise(run, method).tokens_per_s / summarise(run, peer).tokens_per_s
             cells += [f"{ratio:.2f}x", f"{median:.2f}x ({low:.2f} to {high:.2f})"]
         rows.append((peer, f"{summarise(run, peer).tokens_per_s:.1f}", *cells))
-    names = ("plain decoding" if method == PLAIN else method for method in shown)
+    names = ("plain decoding" if method == PLAIN_METHOD else method for method in shown)
     headings = [heading for name in names for heading in (name, f"{name}, per prompt (quartiles)")]
     return Table("tokens/s relative to other systems", ("peer", "its tokens/s", *headings), rows)
 
 
-def versions(run: Run) -> str:
+def format_versions(run: Run) -> str:
     """Returns the package versions of other systems in one line."""
     peers = (f"{peer}: {', '.join(map(' '.join, used.items()))}" for peer, used in run.peers.items())
     return f"Versions of other systems: {'; '.join(peers)}."
 
 
-def differences(run: Run) -> Iterator[str]:
+def describe_differences(run: Run) -> Iterator[str]:
     """Yields a line for every text that differs from the text of plain decoding."""
     for row in run.differing:
         first = row.difference
@@ -141,11 +143,11 @@ def as_record(runs: list[Run], arguments: dict[str, Any], environment: dict, mem
     Args:
         runs: the runs, one per setting of sampling.
         arguments: the options of the command.
-        environment: see `environment.describe`.
+        environment: see `environment.describe_environment`.
         memory: sizes in bytes, by purpose.
     """
     return {
-        "format": FORMAT,
+        "format": REPORT_FORMAT,
         "arguments": arguments,
         "environment": environment,
         "memory_bytes": memory,
@@ -153,7 +155,7 @@ def as_record(runs: list[Run], arguments: dict[str, Any], environment: dict, mem
     }
 
 
-def figures(runs: list[Run]) -> dict[str, Any]:
+def summarise_runs(runs: list[Run]) -> dict[str, Any]:
     """Returns what a record keeps of a benchmark: medians and quartiles, per method and per task, without texts."""
     return {"runs": [_figures(run) for run in runs]}
 
@@ -162,26 +164,26 @@ def _figures(run: Run) -> dict:
     def of(method: str) -> dict[str, Any]:
         summary = summarise(run, method)
         stats, predicted = summary.stats, summary.predicted_speedup
-        tasks = [task for task, category in groups(run) if category is None]
+        tasks = [task for task, category in list_groups(run) if category is None]
         return {
             "prompts": summary.prompts,
-            "tokens_per_s": significant(summary.tokens_per_s),
-            "times_plain": significant(summary.speedup),
-            "per_prompt": [significant(ratio) for ratio in dataclasses.astuple(summary.ratios)],
-            "least_prompt": significant(summary.least),
-            "tokens_per_round": significant(summary.mean_accepted_tokens) if stats.rounds else None,
-            "acceptance_rate": significant(stats.acceptance_rate) if stats.drafted else None,
-            "conditional_acceptance": [significant(share, 3) for share in stats.conditional_acceptance],
-            "predicted": None if predicted is None else significant(predicted),
+            "tokens_per_s": round_significant(summary.tokens_per_s),
+            "times_plain": round_significant(summary.speedup),
+            "per_prompt": [round_significant(ratio) for ratio in dataclasses.astuple(summary.ratios)],
+            "least_prompt": round_significant(summary.least),
+            "tokens_per_round": round_significant(summary.mean_accepted_tokens) if stats.rounds else None,
+            "acceptance_rate": round_significant(stats.acceptance_rate) if stats.drafted else None,
+            "conditional_acceptance": [round_significant(share, 3) for share in stats.conditional_acceptance],
+            "predicted": None if predicted is None else round_significant(predicted),
             "same_texts": summary.same,
             "certified": summary.certified,
-            "compile_s": significant(run.compile_s[method], 3),
-            "call_ms": significant(run.call_s[method] * 1e3) if method in run.call_s else None,
+            "compile_s": round_significant(run.compile_s[method], 3),
+            "call_ms": round_significant(run.call_s[method] * 1e3) if method in run.call_s else None,
             "tasks": {
                 task: {
-                    "times_plain": significant(part.speedup),
-                    "median_prompt": significant(part.ratios.median),
-                    "tokens_per_s": significant(part.tokens_per_s),
+                    "times_plain": round_significant(part.speedup),
+                    "median_prompt": round_significant(part.ratios.median),
+                    "tokens_per_s": round_significant(part.tokens_per_s),
                 }
                 for task in tasks
                 for part in (summarise(run, method, task),)
@@ -189,7 +191,7 @@ def _figures(run: Run) -> dict:
         }
 
     return {
-        "sampling": {name: getattr(run.sampling, name) for name in SETTINGS},
+        "sampling": {name: getattr(run.sampling, name) for name in SAMPLING_SETTINGS},
         "rule": run.rule,
         "lossless": run.lossless,
         "methods": {method: of(method) for method in run.methods},
@@ -202,7 +204,7 @@ def _run(run: Run) -> dict:
         return [summarise(run, method, **group).as_dict() for method in run.methods]
 
     return {
-        "sampling": {name: getattr(run.sampling, name) for name in SETTINGS},
+        "sampling": {name: getattr(run.sampling, name) for name in SAMPLING_SETTINGS},
         "rule": run.rule,
         "lossless": run.lossless,
         "methods": list(run.methods),
@@ -212,14 +214,14 @@ def _run(run: Run) -> dict:
         "peers": run.peers,
         "left_out": run.left_out,
         "overall": of_all(),
-        "groups": [record for task, category in groups(run) for record in of_all(task=task, category=category)],
+        "groups": [record for task, category in list_groups(run) for record in of_all(task=task, category=category)],
         "rows": [dataclasses.asdict(row) | {"stats": row.stats.as_dict()} for row in run.rows],
     }
 
 
-def conclusion(runs: list[Run]) -> str:
+def format_conclusion(runs: list[Run]) -> str:
     """Returns a sentence that says how many texts are equal to the texts of plain decoding."""
-    compared = sum(row.method != PLAIN and row.method not in run.peers for run in runs for row in run.rows)
+    compared = sum(row.method != PLAIN_METHOD and row.method not in run.peers for run in runs for row in run.rows)
     wrong = sum(len(run.wrong) for run in runs)
     if wrong:
         return f"{wrong} OF {compared} TEXTS DIFFER from those of plain decoding. This is an error: please report it."

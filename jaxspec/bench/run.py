@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from jaxspec.bench.equality import certify, first_difference
-from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row, Run
-from jaxspec.bench.setup import Decoded, Setup, draft_call_s
-from jaxspec.bench.tasks import Task, Turn
+from jaxspec.bench.records import PLAIN_METHOD, BenchPrompt, Difference, Method, Row, Run
+from jaxspec.bench.setup import BenchSetup, Decoded, time_draft_call
+from jaxspec.bench.tasks import Task, TaskTurn
 from jaxspec.bench.worker import Worker
 from jaxspec.core.checks import whole
 from jaxspec.core.noise import seed_key
@@ -26,10 +26,10 @@ from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.registry import DRAFTERS
-from jaxspec.tuning.prompt_lengths import need_one, too_long
+from jaxspec.tuning.prompt_lengths import explain_excess, require_prompts
 
 
-def buildable(target: Model, draft: Model | None, heads: Mapping[str, DraftHeads] = {}) -> list[Method]:
+def find_buildable(target: Model, draft: Model | None, heads: Mapping[str, DraftHeads] = {}) -> list[Method]:
     """Returns every registered drafter that these models support, with its default tree.
 
     `heads` maps the name of a drafter to its heads.
@@ -42,10 +42,10 @@ def buildable(target: Model, draft: Model | None, heads: Mapping[str, DraftHeads
         except JaxspecError:
             continue
         methods.append(Method(name, drafting))
-    return [method for method in methods if method.label != PLAIN]
+    return [method for method in methods if method.label != PLAIN_METHOD]
 
 
-def measure(
+def measure_methods(
     target: Model,
     methods: Sequence[Method],
     tasks: Sequence[Task],
@@ -86,55 +86,57 @@ def measure(
         JaxspecError: another argument is invalid; raised before anything compiles.
         ArithmeticError: the target's logits were not finite.
     """
-    labels = [PLAIN, *(method.label for method in (*methods, *peers))]
+    labels = [PLAIN_METHOD, *(method.label for method in (*methods, *peers))]
     _check(labels, tasks, sampling if peers else None)
     whole("repeats", repeats)
     whole("turns", turns)
     whole("max_new_tokens", max_new_tokens)
-    own, everyone = [Method(PLAIN, Drafting(PLAIN)), *methods], [Method(PLAIN, Drafting(PLAIN)), *methods, *peers]
+    plain = Method(PLAIN_METHOD, Drafting(PLAIN_METHOD))
+    own, everyone = [plain, *methods], [plain, *methods, *peers]
     chat = target.chat_template is not None if chat is None else chat
     common = {"sampling": sampling, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
-    setup = Setup(target, rule, common)
+    setup = BenchSetup(target, rule, common)
     decoders = {method.label: setup.decoder(method) for method in own}
     report = report or (lambda line: None)
 
     if turns > 1:
-        report("decoding the answers that later turns continue")
+        report("decoding the answers before later turns")
     left_out: list[str] = []
     prompts = list(_prompts(setup, tasks, turns, chat, seed_key(seed), left_out))
-    need_one(left_out, len(prompts) + len(left_out))
+    require_prompts(left_out, len(prompts) + len(left_out))
     for reason in left_out:
         report(f"left out: {reason}")
     longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
     setup.capacity = max(memory.fit_capacity(*pair, longest, 1, None) for pair in decoders.values())
 
-    def decode(one: Method | Worker, prompt: Prompt) -> Decoded:
-        return one.decode(prompt, max_new_tokens, ignore_eos) if isinstance(one, Worker) else setup.decode(one, prompt)
+    def decode(method: Method | Worker, prompt: BenchPrompt) -> Decoded:
+        if isinstance(method, Worker):
+            return method.decode(prompt, max_new_tokens, ignore_eos)
+        return setup.decode(method, prompt)
 
     compile_s = {}
-    for one in everyone:
-        report(f"compiling and warming up {one.label}")
-        compile_s[one.label] = decode(one, prompts[0]).timing.compile_s
+    for method in everyone:
+        report(f"compiling and warming up {method.label}")
+        compile_s[method.label] = decode(method, prompts[0]).timing.compile_s
 
     outputs: dict[tuple[int, str], list[Decoded]] = {}
     done, total = itertools.count(1), repeats * len(prompts) * len(everyone)
     for repeat in range(repeats):
         for i, prompt in enumerate(prompts):
-            for one in rotated(everyone, repeat + i):
-                outputs.setdefault((i, one.label), []).append(decode(one, prompt))
+            for method in rotate_methods(everyone, repeat + i):
+                outputs.setdefault((i, method.label), []).append(decode(method, prompt))
                 if progress:
                     progress(next(done), total)
 
     rows = [
-        _row(setup, one, prompt, outputs[i, one.label], outputs[i, PLAIN][0])
+        _row(setup, method, prompt, outputs[i, method.label], outputs[i, PLAIN_METHOD][0])
         for i, prompt in enumerate(prompts)
-        for one in everyone
+        for method in everyone
     ]
-    call_s = {
-        PLAIN: statistics.median(s / row.stats.rounds for row in rows if row.method == PLAIN for s in row.decode_s)
-    }
+    plain_s = (s / row.stats.rounds for row in rows if row.method == PLAIN_METHOD for s in row.decode_s)
+    call_s = {PLAIN_METHOD: statistics.median(plain_s)}
     for label, pair in decoders.items():
-        if (seconds := draft_call_s(setup, *pair, prompts, repeats)) is not None:
+        if (seconds := time_draft_call(setup, *pair, prompts, repeats)) is not None:
             call_s[label] = seconds
     used = decoders[own[-1].label][0].rule
     name = rule if isinstance(rule, str) else type(rule).__name__
@@ -148,24 +150,26 @@ def measure(
 def _check(labels: Sequence[str], tasks: Sequence[Task], beside_peers: Sampling | None) -> None:
     """Refuses duplicate methods and tasks, tasks without questions, and other systems with a temperature above 0."""
     if len(set(labels)) < len(labels):
-        raise InvalidConfig(f"expected distinct labels of methods, none {PLAIN!r} (plain decoding); got {labels[1:]}")
+        raise InvalidConfig(
+            f"the labels of methods must be distinct, and not {PLAIN_METHOD!r} (plain decoding); got {labels[1:]}"
+        )
     if not tasks or not all(task.questions for task in tasks):
         raise InvalidConfig("expected at least one task, each with at least one question")
     if len({task.name for task in tasks}) < len(tasks):
-        raise InvalidConfig(f"expected distinct names of tasks, got {[task.name for task in tasks]}")
+        raise InvalidConfig(f"the names of tasks must be distinct, got {[task.name for task in tasks]}")
     if beside_peers is not None and beside_peers.temperature != 0:
-        raise InvalidConfig(f"other systems are measured greedily, at temperature 0; got {beside_peers.temperature}")
+        raise InvalidConfig(f"other systems are only measured at temperature 0, got {beside_peers.temperature}")
 
 
-def rotated(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:
+def rotate_methods(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:
     """Returns the methods, rotated to the left by `by`."""
     by %= len(methods)
     return [*methods[by:], *methods[:by]]
 
 
 def _prompts(
-    setup: Setup, tasks: Sequence[Task], turns: int, chat: bool, key: jax.Array, left_out: list[str]
-) -> Iterator[Prompt]:
+    setup: BenchSetup, tasks: Sequence[Task], turns: int, chat: bool, key: jax.Array, left_out: list[str]
+) -> Iterator[BenchPrompt]:
     """Yields every turn as a prompt, and decodes the answers before later turns without a draft.
 
     A conversation ends before a turn that is too long; the reason is appended to `left_out`.
@@ -173,25 +177,25 @@ def _prompts(
     first, count, context = 0, setup.common["max_new_tokens"], setup.target.lm.context
     for task in tasks:
         for question in task.questions:
-            said: list[Turn] = []
+            said: list[TaskTurn] = []
             asked = question.turns[:turns]
             for turn, text in enumerate(asked, start=1):
                 said.append(text)
                 ids = _encode(setup.target, said, chat, question.tools)
                 name = f"{task.name}, prompt {question.id}" + (f", turn {turn}" if turns > 1 else "")
-                if reason := too_long(name, ids, count, context):
+                if reason := explain_excess(name, ids, count, context):
                     left_out.append(reason)
                     break
                 own = jax.random.fold_in(key, first + turn - 1)
-                prompt = Prompt(task.name, question.category, question.id, turn, ids, own)
+                prompt = BenchPrompt(task.name, question.category, question.id, turn, ids, own)
                 yield prompt
                 if turn < len(asked):
-                    answer = setup.decode(Method(PLAIN, Drafting(PLAIN)), prompt).text
+                    answer = setup.decode(Method(PLAIN_METHOD, Drafting(PLAIN_METHOD)), prompt).text
                     said.append(tuple(answer.tokens) if answer.text is None else answer.text)
             first += len(asked)
 
 
-def _encode(target: Model, said: list[Turn], chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+def _encode(target: Model, said: list[TaskTurn], chat: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
     """Returns the token ids of a conversation, by the chat template or from its concatenated parts."""
     if chat or any(_are_messages(part) for part in said):
         messages: list[Any] = []
@@ -206,11 +210,13 @@ def _encode(target: Model, said: list[Turn], chat: bool, tools: Sequence[Mapping
     return inputs.encode_prompts(target, [prompt], chat)[0]
 
 
-def _are_messages(turn: Turn) -> bool:
+def _are_messages(turn: TaskTurn) -> bool:
     return not isinstance(turn, str) and isinstance(turn[0], Mapping)
 
 
-def _row(setup: Setup, method: Method | Worker, prompt: Prompt, outputs: list[Decoded], plain: Decoded) -> Row:
+def _row(
+    setup: BenchSetup, method: Method | Worker, prompt: BenchPrompt, outputs: list[Decoded], plain: Decoded
+) -> Row:
     """Returns the row of one method's outputs on one prompt, compared with plain decoding."""
     reference, first, difference = plain.text.tokens, outputs[0].text, None
     for repeat, output in enumerate(outputs):

@@ -5,7 +5,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from jaxspec.api import generate
-from jaxspec.bench.records import PLAIN, Method, Prompt
+from jaxspec.bench.records import PLAIN_METHOD, BenchPrompt, Method
 from jaxspec.core.rule import Rule
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.session import Timing
@@ -27,7 +27,7 @@ class Decoded(NamedTuple):
 
 
 @dataclasses.dataclass
-class Setup:
+class BenchSetup:
     """The models, the rule and the settings.
 
     Attributes:
@@ -46,7 +46,7 @@ class Setup:
         """Builds the decoder that `generate` would use for the method; raises the same errors."""
         return self._drafting(method).build(self.target)
 
-    def decode(self, method: Method, prompt: Prompt, **options: Any) -> Decoded:
+    def decode(self, method: Method, prompt: BenchPrompt, **options: Any) -> Decoded:
         """Continues one prompt.
 
         Raises:
@@ -66,10 +66,12 @@ class Setup:
         return Decoded(output[0], output.timing)
 
     def _drafting(self, method: Method) -> Drafting:
-        return dataclasses.replace(method.drafting, rule="coupled" if method.label == PLAIN else self.rule)
+        return dataclasses.replace(method.drafting, rule="coupled" if method.label == PLAIN_METHOD else self.rule)
 
 
-def draft_call_s(setup: Setup, decoder: Decoder, weights: Weights, prompts: list[Prompt], repeats: int) -> float | None:
+def time_draft_call(
+    setup: BenchSetup, decoder: Decoder, weights: Weights, prompts: list[BenchPrompt], repeats: int
+) -> float | None:
     """Returns the seconds of one call of a drafter's model that decodes alone.
 
     The result is None if the drafter has no model, or the prompts exceed the model's context.
@@ -78,8 +80,8 @@ def draft_call_s(setup: Setup, decoder: Decoder, weights: Weights, prompts: list
     if model is None or not decoder.drafter.calls:
         return None
     params = weights.target if weights.draft is None else weights.draft  # early exit runs on the target's parameters
-    alone = Setup(Model(model, params), "coupled", setup.common, setup.capacity)
-    plain, seconds = Method(PLAIN, Drafting(PLAIN)), []
+    alone = BenchSetup(Model(model, params), "coupled", setup.common, setup.capacity)
+    plain, seconds = Method(PLAIN_METHOD, Drafting(PLAIN_METHOD)), []
     try:
         for repeat in range(repeats + 1):
             for prompt in prompts[:CALL_PROMPTS]:

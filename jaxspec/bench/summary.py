@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxspec.bench.records import PLAIN, Row, Run
+from jaxspec.bench.records import PLAIN_METHOD, Row, Run
 from jaxspec.decode.stats import Stats
 
 
@@ -94,11 +94,11 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
         chosen = (row for row in run.rows if row.method == label)
         return [row for row in chosen if task in (None, row.task) and category in (None, row.category)]
 
-    rows, plain = of(method), of(PLAIN)
+    rows, plain = of(method), of(PLAIN_METHOD)
     tokens, decode, prefill = _totals(rows)
     plain_tokens, plain_decode, plain_prefill = _totals(plain)
     stats = Stats.total(row.stats for row in rows)
-    cost = run.call_s[method] / run.call_s[PLAIN] if method != PLAIN and method in run.call_s else None
+    cost = run.call_s[method] / run.call_s[PLAIN_METHOD] if method != PLAIN_METHOD and method in run.call_s else None
     ratios = [_ratio(row, base) for row, base in zip(rows, plain)]
     free = not stats.draft_calls  # no cost ratio is needed
     reasons = [row.difference.certificate for row in rows if row.difference]
@@ -125,13 +125,13 @@ def summarise(run: Run, method: str, task: str | None = None, category: str | No
     )
 
 
-def paired(run: Run, method: str, other: str) -> Quartiles:
+def compare_methods(run: Run, method: str, other: str) -> Quartiles:
     """Returns the quartiles over the prompts of the tokens per second of one method relative to another."""
     rows, base = ([row for row in run.rows if row.method == label] for label in (method, other))
     return Quartiles.of(_ratio(row, one) for row, one in zip(rows, base))
 
 
-def groups(run: Run) -> list[tuple[str, str | None]]:
+def list_groups(run: Run) -> list[tuple[str, str | None]]:
     """Returns every task with None, followed by its categories if it has several."""
     by_task: dict[str, list[str]] = {}
     for row in run.rows:

@@ -8,8 +8,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-GAP = 2
-LABEL = 26
+COLUMN_GAP = 2
+MAX_LABEL_WIDTH = 26
 """The greatest width of a column of labels; longer labels are wrapped."""
 
 
@@ -44,15 +44,15 @@ class Table:
     def _width(self, column: int) -> int:
         widest = max(cell_len(row[column]) for row in self.rows)
         word = max(map(cell_len, self.headings[column].split()))
-        return max(min(word, LABEL), min(widest, LABEL) if column < self.labels else widest)
+        return max(min(word, MAX_LABEL_WIDTH), min(widest, MAX_LABEL_WIDTH) if column < self.labels else widest)
 
     def _parts(self, most: int) -> Iterator[list[int]]:
         """Yields the columns of each part; a column that is too wide for the terminal has a part of its own."""
         labels = list(range(self.labels))
-        part, taken = labels, sum(self._width(column) + GAP for column in labels) - GAP
+        part, taken = labels, sum(self._width(column) + COLUMN_GAP for column in labels) - COLUMN_GAP
         room = most - taken
         for column in range(self.labels, len(self.headings)):
-            width = GAP + self._width(column)
+            width = COLUMN_GAP + self._width(column)
             if width > room and len(part) > len(labels):
                 yield part
                 part, room = labels, most - taken
@@ -72,11 +72,11 @@ class Table:
                     text = cell[place] if 0 <= place < len(cell) else ""
                     blank = " " * (width - cell_len(text))
                     shown.append(text + blank if column < self.labels else blank + text)
-                yield (" " * GAP).join(shown).rstrip()
+                yield (" " * COLUMN_GAP).join(shown).rstrip()
 
         headings = [textwrap.wrap(self.headings[c], width) for c, width in zip(columns, widths)]
         yield from row(headings, above=True)
-        yield rule * (sum(widths) + GAP * (len(widths) - 1))
+        yield rule * (sum(widths) + COLUMN_GAP * (len(widths) - 1))
         for cells in self.rows:
             yield from row([self._cell(console, column, cells[column]) for column in columns])
 

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxspec.amounts import plural
-from jaxspec.bench.extra import need
-from jaxspec.bench.texts import COPIES
+from jaxspec.bench.extra import import_extra
+from jaxspec.bench.texts import COPY_TASKS
 from jaxspec.errors import TaskError, TrainingError, UnknownName
 from jaxspec.storage import download
 from jaxspec.storage.reading import check_path
 from jaxspec.text import conversations
 from jaxspec.text.conversations import Conversation
 
-Turn = str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
+TaskTurn = str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
 """A user's turn: text, token ids for a model without a tokenizer, or messages up to the assistant's next message."""
 
-GENERATED = 80
+GENERATED_QUESTIONS = 80
 """The default number of questions of a generated task, which is the number in each task of Spec-Bench."""
 
 
@@ -41,7 +41,7 @@ class Question:
 
     id: str
     category: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TaskTurn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -70,7 +70,7 @@ class TaskFile(download.WheelFile):
     instead: ClassVar[str] = "use a .jsonl, .json or .txt file of your own instead of the task"
 
 
-FILES = {
+TASK_FILES = {
     file.name: file
     for file in (
         TaskFile(
@@ -91,13 +91,13 @@ FILES = {
         ),
     )
 }
-NAMES = (*FILES, "gsm", "copy")
-LONGEST_ID = 200  # characters
-KINDS = (".jsonl", ".json", ".txt")
+TASK_NAMES = (*TASK_FILES, "gsm", "copy")
+MAX_ID_LENGTH = 200  # characters
+PROMPT_SUFFIXES = (".jsonl", ".json", ".txt")
 """Kinds of files that hold prompts."""
 
 
-def load(
+def load_task(
     source: str | os.PathLike,
     limit: int | None = None,
     seed: int = 0,
@@ -122,74 +122,74 @@ def load(
     path = check_path(source, "the task's name or path", TaskError)
     source = os.fspath(source)
     kind = path.suffix.lower()
-    name = path.stem if kind in KINDS else source
-    if source in FILES:
-        path = download.fetch(FILES[source], report=report)
+    name = path.stem if kind in PROMPT_SUFFIXES else source
+    if source in TASK_FILES:
+        path = download.fetch_file(TASK_FILES[source], report=report)
         data = path.read_bytes()
-        questions = parse(gzip.decompress(data) if path.suffix == ".gz" else data, name, path)
+        questions = parse_questions(gzip.decompress(data) if path.suffix == ".gz" else data, name, path)
     elif source == "gsm":
-        questions = _generated(limit or GENERATED, seed)
+        questions = _generated(limit or GENERATED_QUESTIONS, seed)
     elif source == "copy":
-        questions = tuple(Question(id, category, (text,)) for id, (category, text) in COPIES.items())
-    elif kind in KINDS:
+        questions = tuple(Question(id, category, (text,)) for id, (category, text) in COPY_TASKS.items())
+    elif kind in PROMPT_SUFFIXES:
         try:
-            found = conversations.read([path], strict=True, split=split or "line")[0]
+            found = conversations.read_conversations([path], strict=True, split=split or "line")[0]
         except TrainingError as error:
             raise TaskError(str(error)) from None
         questions = from_conversations(found, name)
         if report is not None:
             report(f"{source}: {plural(len(questions), 'prompt')}")
     else:
-        raise UnknownName("task (a name, or the path of a .jsonl, .json or .txt file)", source, NAMES)
-    return Task(name, spread(questions, limit))
+        raise UnknownName("task (a name, or the path of a .jsonl, .json or .txt file)", source, TASK_NAMES)
+    return Task(name, select_questions(questions, limit))
 
 
-def parse(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
+def parse_questions(data: bytes, task: str, where: Any) -> tuple[Question, ...]:
     """Parses the lines of a file as questions; `task` is the category of questions that state none.
 
     Raises:
         TaskError: a line is not a question; the message names the line.
     """
     try:
-        return from_conversations(conversations.read_lines(data.splitlines(), str(where)), task)
+        return from_conversations(conversations.parse_lines(data.splitlines(), str(where)), task)
     except TrainingError as error:
         raise TaskError(str(error)) from None
 
 
-def from_conversations(found: Iterable[Conversation], task: str) -> tuple[Question, ...]:
+def from_conversations(conversations: Iterable[Conversation], task: str) -> tuple[Question, ...]:
     """Returns conversations as questions; `task` is the category of questions that state none.
 
     Raises:
         TaskError: an id or a category is not valid, or two questions have the same id.
     """
     questions: dict[str, Question] = {}
-    for one in found:
-        number = re.findall(r"\d+", one.where)[-1]  # the number of the line, or of the object in a list
-        id = one.about.get("question_id", one.about.get("task_id", number))
-        category = one.about.get("category", task)
-        valid = isinstance(id, int | str) and not isinstance(id, bool) and len(str(id)) <= LONGEST_ID
+    for row in conversations:
+        number = re.findall(r"\d+", row.where)[-1]  # the number of the line, or of the object in a list
+        id = row.about.get("question_id", row.about.get("task_id", number))
+        category = row.about.get("category", task)
+        valid = isinstance(id, int | str) and not isinstance(id, bool) and len(str(id)) <= MAX_ID_LENGTH
         if not valid or not isinstance(category, str):
             raise TaskError(
-                f"{one.where}: question {_shown(id)} of category {_shown(category)}; expected a number or text, and a "
-                "text; correct or remove the row"
+                f"{row.where}: the id of a question must be a number or a text of at most {MAX_ID_LENGTH} characters, "
+                f"and its category a text; got {_shown(id)} and {_shown(category)}; correct or remove the row"
             )
         if str(id) in questions:
-            raise TaskError(f"{one.where}: a second question {str(id)!r}; expected distinct ids")
-        questions[str(id)] = Question(str(id), category, _turns(one), one.tools)
+            raise TaskError(f"{row.where}: two questions have the id {str(id)!r}; correct or remove the row")
+        questions[str(id)] = Question(str(id), category, _turns(row), row.tools)
     return tuple(questions.values())
 
 
-def _turns(one: Conversation) -> tuple[Turn, ...]:
+def _turns(row: Conversation) -> tuple[TaskTurn, ...]:
     """Returns what the user says before each answer: a text, or messages if there are several or not only text."""
-    if one.ids:
-        return (one.ids[0],)
-    if one.text is not None:
-        return (one.text,)
-    if one.turns:
-        return one.turns
-    prompt = one.prompt["messages"] if one.tools else one.prompt
+    if row.ids:
+        return (row.ids[0],)
+    if row.text is not None:
+        return (row.text,)
+    if row.turns:
+        return row.turns
+    prompt = row.prompt["messages"] if row.tools else row.prompt
     turns: list[list[Any]] = [prompt]
-    for message in one.messages[len(prompt) :]:
+    for message in row.messages[len(prompt) :]:
         if message["role"] == "assistant":
             turns.append([])
         else:
@@ -197,7 +197,7 @@ def _turns(one: Conversation) -> tuple[Turn, ...]:
     return tuple(_turn(messages) for messages in turns if messages)
 
 
-def _turn(messages: list[Any]) -> Turn:
+def _turn(messages: list[Any]) -> TaskTurn:
     first = messages[0]
     plain = len(messages) == 1 and first.keys() == {"role", "content"} and first["role"] == "user"
     return first["content"] if plain and isinstance(first["content"], str) else tuple(messages)
@@ -209,11 +209,11 @@ def _shown(value: Any) -> str:
 
 def _generated(size: int, seed: int) -> tuple[Question, ...]:
     """Generates word problems like those of GSM8K (GSM-Symbolic of reasoning-gym)."""
-    made: Iterable = need("reasoning_gym", "the task gsm").create_dataset("gsm_symbolic", size=size, seed=seed)
+    made: Iterable = import_extra("reasoning_gym", "the task gsm").create_dataset("gsm_symbolic", size=size, seed=seed)
     return tuple(Question(f"{seed}-{i}", "gsm", (entry["question"],)) for i, entry in zip(range(size), made))
 
 
-def spread(questions: Sequence[Question], limit: int | None) -> tuple[Question, ...]:
+def select_questions(questions: Sequence[Question], limit: int | None) -> tuple[Question, ...]:
     """Returns `limit` questions, taken from the categories in turn, in their original order."""
     seen: collections.Counter[str] = collections.Counter()
     ranked = []

@@ -77,7 +77,7 @@ TABLE = """\
 | Rome      | Italy   | Tiber   | 753 BC  |
 | Cologne   | Germany | Rhine   | 38 BC   |
 """
-SETTINGS = """\
+SETTINGS_TEXT = """\
 {
   "server": {"host": "localhost", "port": 8080, "workers": 4, "timeout_s": 30},
   "database": {"host": "localhost", "port": 5432, "name": "orders", "pool": 10},
@@ -86,17 +86,20 @@ SETTINGS = """\
   "mail": {"host": "localhost", "port": 25, "sender": "shop@example.com"}
 }
 """
-COPYING = (
+COPY_PROMPT = (
     f"Repeat this code with one change: rename the function `mean_score` to `average_score`.\n\n```python\n{CODE}```"
 )
-COPIES = {  # by name: the category, and the text
-    "rename": ("code", COPYING),
+COPY_TASKS = {  # by name: the category, and the text
+    "rename": ("code", COPY_PROMPT),
     "constant": ("code", f"Repeat this code, but let the scores be read from games.csv.\n\n```python\n{CODE}```"),
     "letter": ("prose", f"Repeat this letter, but let the painter come on Wednesday.\n\n{LETTER}"),
     "name": ("prose", f"Repeat this letter with one change: sign it with the name Anna Weber.\n\n{LETTER}"),
     "story": ("prose", f"Repeat this story, but make it a hundred and two steps.\n\n{STORY}"),
     "table": ("data", f"Repeat this table, and add a row for Lisbon at its end.\n\n{TABLE}"),
-    "settings": ("data", f"Repeat these settings, but let the server listen on port 9090.\n\n```json\n{SETTINGS}```"),
-    "log": ("data", f"Repeat these settings with one change: keep the log for 30 days.\n\n```json\n{SETTINGS}```"),
+    "settings": (
+        "data",
+        f"Repeat these settings, but let the server listen on port 9090.\n\n```json\n{SETTINGS_TEXT}```",
+    ),
+    "log": ("data", f"Repeat these settings with one change: keep the log for 30 days.\n\n```json\n{SETTINGS_TEXT}```"),
 }
-TASKS = {"an ordinary question": (QUESTION, 96), "repeating code with one change": (COPYING, 256)}
+DEMO_TASKS = {"an ordinary question": (QUESTION, 96), "repeating code with one change": (COPY_PROMPT, 256)}

@@ -14,15 +14,15 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxspec.bench.peers import PEERS, PeerError, environment
-from jaxspec.bench.records import Prompt
+from jaxspec.bench.peers import PEERS, PeerError, prepare_environment
+from jaxspec.bench.records import BenchPrompt
 from jaxspec.bench.setup import Decoded
 from jaxspec.decode.session import Timing
 from jaxspec.decode.stats import Stats
 from jaxspec.generation.output import Generation
 from jaxspec.storage.directories import cache_directory
 
-WORKERS = pathlib.Path(__file__).parent / "workers"
+WORKERS_FOLDER = pathlib.Path(__file__).parent / "workers"
 DRAFT_LENGTH = 5
 """The draft length of other systems, where it can be set."""
 
@@ -51,11 +51,11 @@ class Worker:
     def __init__(self, name: str, method: str, python: pathlib.Path, models: Models, log: pathlib.Path):
         self.label, self._log, self._stops = f"{name} {method}", log, models.stop_ids
         peer = PEERS[name]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+        prepare_environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
         self._errors = log.open("w")
         self._process = subprocess.Popen(
-            [str(python), str(WORKERS / "serve.py"), re.sub(r"\W", "_", name)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=environment,
+            [str(python), str(WORKERS_FOLDER / "serve.py"), re.sub(r"\W", "_", name)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=prepare_environment,
         )  # fmt: skip
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
@@ -73,7 +73,7 @@ class Worker:
         }
         self.versions: dict[str, str] = self._ask(settings)["versions"]
 
-    def decode(self, prompt: Prompt, count: int, ignore_eos: bool) -> Decoded:
+    def decode(self, prompt: BenchPrompt, count: int, ignore_eos: bool) -> Decoded:
         """Continues a prompt greedily.
 
         The time to the first tokens counts as prefill. The time of the remaining tokens, scaled to all tokens, counts
@@ -125,19 +125,19 @@ class Worker:
     def _last_words(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             if (code := self._process.wait(10)) < 0:
-                why = "; that happens when memory runs out" if -code == signal.SIGKILL else ""
+                why = ", possibly because memory ran out" if -code == signal.SIGKILL else ""
                 return f"ended by {signal.Signals(-code).name}{why}"
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][:300] if lines else "it ended and printed nothing"
+        return lines[-1][:300] if lines else "it ended without printing a reason"
 
 
-def start(
-    wanted: Sequence[tuple[str, str]],
+def start_workers(
+    requested: Sequence[tuple[str, str]],
     models: Models,
     folder: pathlib.Path | None = None,
     report: Callable[[str], Any] = print,
 ) -> tuple[list[Worker], dict[str, str]]:
-    """Starts every wanted system that can be started.
+    """Starts every requested system that can be started.
 
     Returns:
         The started workers, and by label the reason why each of the other systems did not start.
@@ -145,12 +145,12 @@ def start(
     workers, missing = [], {}
     logs = (folder or cache_directory() / "peers") / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for name, method in wanted:
+    for name, method in requested:
         label = f"{name} {method}"
         try:
             if not any(kind in models.target for kind in PEERS[name].reads):
-                raise PeerError(f"{name} reads {' and '.join(PEERS[name].reads)}, the target is in another format")
-            python = environment(name, folder, report)
+                raise PeerError(f"{name} reads {' and '.join(PEERS[name].reads)}, but the target is in another format")
+            python = prepare_environment(name, folder, report)
             report(f"starting {label}")
             log = logs / f"{re.sub(r'[^A-Za-z0-9]+', '-', label)}.log"
             workers.append(Worker(name, method, python, models, log))

@@ -186,10 +186,10 @@ def read_optional_text(directory: pathlib.Path, name: str) -> str | None:
     """Reads a file's text; returns None if there is no such file."""
     if (file := inside(directory, name)) is None:
         return None
-    return reading.read_text(file)
+    return reading.read_text_file(file)
 
 
 def read_optional_json(directory: pathlib.Path, name: str, limit: int = reading.MAX_BYTES) -> dict | None:
     """Reads the object of a JSON file; returns None if there is no such file."""
     file = inside(directory, name)
-    return None if file is None else reading.read_json(file, limit=limit)
+    return None if file is None else reading.read_json_file(file, limit=limit)

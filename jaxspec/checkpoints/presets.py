@@ -128,7 +128,7 @@ PRESETS: dict[str, Preset] = {
 def fetch_preset(
     name: str, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
-    """Returns the path of a preset's weights, and downloads them the first time; see `download.fetch`.
+    """Returns the path of a preset's weights, and downloads them the first time; see `download.fetch_file`.
 
     Args:
         name: a key of `PRESETS`.
@@ -143,7 +143,7 @@ def fetch_preset(
         raise UnknownName("preset", name, PRESETS)
     preset = PRESETS[name]
     if preset.weights is not None:
-        return download.fetch(preset.weights, cache_dir, report)
+        return download.fetch_file(preset.weights, cache_dir, report)
     from jaxspec.checkpoints import hub
 
     if report is not None:

@@ -30,7 +30,7 @@ from jaxspec.checkpoints.base import (
 )
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.models.config import ModelConfig
-from jaxspec.storage.reading import check_path, read_json
+from jaxspec.storage.reading import check_path, read_json_file
 
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
@@ -118,7 +118,7 @@ def open_saved(directory: pathlib.Path) -> Checkpoint:
     """
     where = str(directory / MANIFEST)
     try:
-        manifest = read_json(directory / MANIFEST)
+        manifest = read_json_file(directory / MANIFEST)
         if manifest.get("format") != "jaxspec" or manifest.get("version") != SAVED_VERSION:
             raise CheckpointError(f"{where}: expected format jaxspec, version {SAVED_VERSION}")
         config = parse_config(where, manifest["config"])

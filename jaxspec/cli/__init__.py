@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jaxspec
-from jaxspec.cli.ctrl_c import is_interrupt, repeated
+from jaxspec.cli.ctrl_c import is_interrupt, repeat_dropped_interrupts
 from jaxspec.cli.flags import as_flags
 from jaxspec.cli.options import Parser, UsageError
 from jaxspec.errors import JaxspecError, UnknownName
@@ -23,13 +23,13 @@ COMMANDS = {
     "generate": "continue prompts with a language model, speculatively",
     "chat": "talk with a language model that has a chat template, speculatively",
     "inspect": "show what a checkpoint holds and the memory it takes, without reading weights",
-    "export": "write draft heads in the layout of another system: Medusa's, EAGLE's, DFlash's or vLLM's",
+    "export": "write draft heads in the layout of another system (Medusa, EAGLE, DFlash or vLLM)",
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
-    "tune": "measure how deep to draft with a pair of models, and write it to a file",
+    "tune": "measure how many tokens to draft with a pair of models, and write the result to a file",
     "train": "train draft heads (Medusa, EAGLE, DFlash, DSpark) or a PARD draft model for a target",
     "fingerprint": "print the sha256 of everything in a training run",
-    "acceptance": "compute what share of a draft's tokens each rule accepts, and the optimum",
+    "acceptance": "compute the share of drafted tokens that each rule accepts, and the optimum",
 }
 
 INTERRUPTED, PIPE_CLOSED = 130, 141  # the exit statuses of a shell for SIGINT and SIGPIPE
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None for the arguments of the process.
     """
     try:
-        with repeated():
+        with repeat_dropped_interrupts():
             status = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
         return status
@@ -137,7 +137,7 @@ def _run(words: list[str]) -> int:
 def _silenced() -> contextlib.AbstractContextManager[None]:
     from jaxspec.cli import show
 
-    return show.silenced()
+    return show.silence()
 
 
 def _fail(message: str, status: int) -> int:

@@ -17,13 +17,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from jaxspec.amounts import fixed, plural
-from jaxspec.bench.measurements import add_record, write
-from jaxspec.bench.tasks import NAMES, load
+from jaxspec.bench.measurements import add_record, write_record
+from jaxspec.bench.tasks import TASK_NAMES, load_task
 from jaxspec.cli import models
-from jaxspec.cli.bench import NO_ARGUMENTS, temperatures
+from jaxspec.cli.bench import OMITTED_OPTIONS, parse_temperatures
 from jaxspec.cli.drafting import add_drafter_options, read_drafting
 from jaxspec.cli.options import (
-    COUNT,
+    COUNT_TYPE,
     Parser,
     add_chat,
     add_length,
@@ -32,19 +32,19 @@ from jaxspec.cli.options import (
     add_split,
     check_output,
     check_split,
-    filled,
-    one_of,
-    path,
+    choice_type,
+    parse_path,
     read_sampling,
+    text_type,
 )
 
 if TYPE_CHECKING:
     from jaxspec.bench.table import Table
     from jaxspec.tuning.acceptance import Figure, Positions
 
-FORMAT = 1
+ACCEPTANCE_FORMAT = 1
 """Version of the JSON, incremented whenever a name changes its meaning."""
-DRAFTERS = ("model", "early-exit", "pard", "medusa", "eagle", "dflash")
+DRAFTERS_WITH_LAWS = ("model", "early-exit", "pard", "medusa", "eagle", "dflash")
 
 
 def add_options(parser: Parser) -> None:
@@ -54,32 +54,49 @@ def add_options(parser: Parser) -> None:
     add(
         "--drafter",
         default="model",
-        type=one_of("drafter", DRAFTERS),
-        metavar="|".join(DRAFTERS),
+        type=choice_type("drafter", DRAFTERS_WITH_LAWS),
+        metavar="|".join(DRAFTERS_WITH_LAWS),
         help="default: model",
     )
     add_drafter_options(add)
     models.add_heads(add)
-    add("--children", type=numbers, default=(1, 2, 4), metavar="K,...", help="candidates (default: 1,2,4)")
-    add("--draws", type=COUNT, default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
+    add(
+        "--children",
+        type=parse_children,
+        default=(1, 2, 4),
+        metavar="K,...",
+        help="numbers of candidates (default: 1,2,4)",
+    )
+    add("--draws", type=COUNT_TYPE, default=32, metavar="N", help="Monte Carlo samples per position (default: 32)")
 
     add = parser.add_argument_group("prompts").add_argument
-    add("--prompt", action="append", type=filled("prompt"), default=[], metavar="TEXT", help="a prompt; repeatable")
+    add("--prompt", action="append", type=text_type("prompt"), default=[], metavar="TEXT", help="a prompt; repeatable")
     add(
         "--tasks",
         metavar="NAME_OR_PATH,...",
-        help=f"of {'|'.join(NAMES)}, or .jsonl, .json or .txt files; the first turn of each question (default, without "
-        "--prompt: mt-bench)",
+        help=f"tasks ({'|'.join(TASK_NAMES)}), or .jsonl, .json or .txt files; the first turn of each question is used "
+        "(default without --prompt: mt-bench)",
     )
     add_split(add)
-    add("--limit", type=COUNT, metavar="N", help="questions per task, from its categories in turn (default: all)")
+    add(
+        "--limit",
+        type=COUNT_TYPE,
+        metavar="N",
+        help="questions per task, taken from its categories in turn (default: all)",
+    )
     add_length(add, 64)
 
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=temperatures, default=(1.0,), metavar="T,...", help="one run each (default: 1)")
+    add(
+        "--temperature",
+        type=parse_temperatures,
+        default=(1.0,),
+        metavar="T,...",
+        help="one run for each temperature (default: 1)",
+    )
     add_limits(add)
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=path, metavar="FILE", help="write all results to it, for every prompt")
+    add("--json", type=parse_path, metavar="FILE", help="file for all results of every prompt")
     add_record(add)
     parser.set_defaults(tuned=None, tree=None, draft_length=None, schedule=None, rule="coupled")
 
@@ -94,44 +111,45 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from jaxspec.bench.environment import describe
+    from jaxspec.bench.environment import describe_environment
     from jaxspec.cli import show
     from jaxspec.generation import inputs
     from jaxspec.tuning import acceptance
-    from jaxspec.tuning.prompt_lengths import fitting
+    from jaxspec.tuning.prompt_lengths import keep_fitting
 
     names = args.tasks.split(",") if args.tasks else [] if args.prompt else ["mt-bench"]
-    tasks = [load(name, args.limit, args.seed, show.say, args.split) for name in names]
+    tasks = [load_task(name, args.limit, args.seed, show.say, args.split) for name in names]
     samplings = [read_sampling(args, temperature) for temperature in args.temperature]
-    target, drafting = models.load(sources, drafting, args.max_new_tokens, args.chat)
+    target, drafting = models.load_for_drafting(sources, drafting, args.max_new_tokens, args.chat)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # even the last is refused before the first is measured
     model, params = acceptance.drafting_model(target, drafting)
-    said = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
-    said += [(f"{task.name} {question.id}", question.prompt) for task in tasks for question in task.questions]
+    texts = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
+    texts += [(f"{task.name} {question.id}", question.prompt) for task in tasks for question in task.questions]
     chat = target.chat_template is not None if args.chat is None else args.chat
-    prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in said]
-    prompts = fitting(prompts, args.max_new_tokens, min(target.lm.context, model.context), show.say)
+    prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in texts]
+    prompts = keep_fitting(prompts, args.max_new_tokens, min(target.lm.context, model.context), show.say)
     runs = []
     for sampling in samplings:
-        with show.Bar(f"comparing at temperature {sampling.temperature:g}", parts=show.PARTS) as bar:
-            found = acceptance.measure(
+        with show.Bar(f"comparing at temperature {sampling.temperature:g}", parts=show.PROGRESS_LINES) as bar:
+            found = acceptance.measure_acceptance(
                 target, model, params, prompts, sampling=sampling, children=max(args.children), draws=args.draws,
                 max_new_tokens=args.max_new_tokens, seed=args.seed, ignore_eos=args.ignore_eos, progress=bar,
             )  # fmt: skip
-        made = acceptance.figures(found, args.children, args.seed)
+        made = acceptance.average_acceptance(found, args.children, args.seed)
         positions = sum(prompt.count for prompt in found)
         settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
         shown = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in settings.items())
-        Console().print(as_table(made, f"{shown}: {counted(found)}"), "", highlight=False)
+        Console().print(acceptance_table(made, f"{shown}: {format_counts(found)}"), "", highlight=False)
         runs.append(
-            {"sampling": settings, "positions": positions, "by_rank": acceptance.by_rank(found)}
+            {"sampling": settings, "positions": positions, "by_rank": acceptance.rank_acceptance(found)}
             | {"figures": [dataclasses.asdict(figure) | {"gap": figure.gap} for figure in made]}
             | {"prompts": [dataclasses.asdict(prompt) for prompt in found]}
         )
     if args.json:
-        arguments = {name: value for name, value in vars(args).items() if name not in NO_ARGUMENTS}
-        record = {"format": FORMAT, "arguments": arguments, "environment": describe(), "runs": runs}
+        arguments = {name: value for name, value in vars(args).items() if name not in OMITTED_OPTIONS}
+        machine = describe_environment()
+        record = {"format": ACCEPTANCE_FORMAT, "arguments": arguments, "environment": machine, "runs": runs}
         plain = json.dumps(
             record, indent=1, allow_nan=False, default=lambda o: o.tolist() if hasattr(o, "tolist") else str(o)
         )
@@ -140,11 +158,11 @@ def run(args: argparse.Namespace) -> int:
     if args.record:
         kept = ("sampling", "positions", "figures")
         small = [{key: run[key] for key in kept} | {"texts": len(run["prompts"])} for run in runs]
-        show.say(f"written: {write(args.record, 'acceptance', args.words, {'runs': small})}")
+        show.say(f"written: {write_record(args.record, 'acceptance', args.words, {'runs': small})}")
     return 0
 
 
-def counted(positions: Iterable["Positions"]) -> str:
+def format_counts(positions: Iterable["Positions"]) -> str:
     """Returns how many positions of how many texts were compared.
 
     With heads, later drafted tokens are compared at fewer positions. The positions of the first drafted token are
@@ -154,7 +172,7 @@ def counted(positions: Iterable["Positions"]) -> str:
     return f"{plural(sum(one.count for one in first), 'position')} of {plural(len(first), 'text')}"
 
 
-def as_table(figures: Iterable["Figure"], title: str) -> "Table":
+def acceptance_table(figures: Iterable["Figure"], title: str) -> "Table":
     """Returns a table with a row per drafted token, number of children and rule."""
     from jaxspec.bench.table import Table
 
@@ -168,7 +186,7 @@ def as_table(figures: Iterable["Figure"], title: str) -> "Table":
     return Table(title, headings[not several :], rows, labels=2 + several)
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def parse_children(text: str) -> tuple[int, ...]:
     """Parses an option's value: numbers of children."""
     if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", text, re.ASCII) or 0 in map(int, text.split(",")):
         raise argparse.ArgumentTypeError(f"expected whole numbers from 1, separated by commas, got {text!r}")

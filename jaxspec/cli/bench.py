@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.bench.measurements import add_record, write
-from jaxspec.bench.peers import PEERS, parse
-from jaxspec.bench.tasks import NAMES, load
-from jaxspec.cli.drafting import add_drafter_options, add_rule, check_members, note_costs
-from jaxspec.cli.models import Sources, add_heads, load_heads, load_models, read_sources
+from jaxspec.bench.measurements import add_record, write_record
+from jaxspec.bench.peers import PEERS, parse_peers
+from jaxspec.bench.tasks import TASK_NAMES, load_task
+from jaxspec.cli.drafting import add_drafter_options, add_rule, check_members, warn_about_costs
+from jaxspec.cli.models import Sources, add_heads, load_heads_by_drafter, load_models, read_sources
 from jaxspec.cli.options import (
-    COUNT,
+    COUNT_TYPE,
     MAX_NODES,
     Parser,
     UsageError,
@@ -27,9 +27,9 @@ from jaxspec.cli.options import (
     add_split,
     check_output,
     check_split,
-    path,
+    parse_path,
     read_sampling,
-    setting,
+    sampling_type,
 )
 from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.errors import JaxspecError, UnknownName
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
-NO_ARGUMENTS = ("debug", "quiet", "words", "record")
+OMITTED_OPTIONS = ("debug", "quiet", "words", "record")
 """Options that have no influence on what is measured."""
 
 
@@ -53,9 +53,9 @@ def add_options(parser: Parser) -> None:
     add(
         "--drafters",
         metavar="DRAFTER,...",
-        help=f"of {'|'.join(DRAFTERS)}, each optionally with a tree and a schedule, as in model:4,model:2x2,"
-        f"model:8@adaptive: a number is a chain of that length, else {TREE_GRAMMAR}; a schedule is one of "
-        f"{'|'.join(SCHEDULES)} (default: all that the models support)",
+        help=f"drafters ({'|'.join(DRAFTERS)}), each optionally with a tree and a schedule, as in model:4,model:2x2,"
+        f"model:8@adaptive. A tree is a number for a chain of that length, or {TREE_GRAMMAR}. A schedule is one of "
+        f"{'|'.join(SCHEDULES)} (default: all drafters that the models support)",
     )
     add("--tuned", metavar="FILE", help="also measure the result of 'jaxspec tune'")
     add_drafter_options(add)
@@ -63,10 +63,10 @@ def add_options(parser: Parser) -> None:
     add(
         "--peers",
         metavar="PEER,...",
-        help=f"also measure other systems: of {'|'.join(PEERS)}, each optionally with one of its methods, as in "
-        "transformers:plain; each is installed into a virtual environment of its own the first time",
+        help=f"also measure other systems ({'|'.join(PEERS)}), each optionally with one of its methods, as in "
+        "transformers:plain; the first time, each is installed into a virtual environment of its own",
     )
-    add("--peers-folder", type=path, metavar="DIR", help="folder of these environments")
+    add("--peers-folder", type=parse_path, metavar="DIR", help="folder of the virtual environments of other systems")
     add_rule(parser)
 
     add = parser.add_argument_group("prompts").add_argument
@@ -74,29 +74,29 @@ def add_options(parser: Parser) -> None:
         "--tasks",
         default="mt-bench",
         metavar="NAME_OR_PATH,...",
-        help=f"of {'|'.join(NAMES)}, or files: .jsonl of Spec-Bench's layout or with a prompt per line, .txt of "
-        "prompts (default: mt-bench)",
+        help=f"tasks ({'|'.join(TASK_NAMES)}), or files: .jsonl in Spec-Bench's layout or with a prompt per line, or "
+        ".txt with prompts (default: mt-bench)",
     )
     add_split(add)
-    add("--limit", type=COUNT, metavar="N", help="questions per task, from its categories in turn (default: all)")
-    add("--turns", type=COUNT, default=1, metavar="N", help="most turns of a conversation (default: 1)")
+    add("--limit", type=COUNT_TYPE, metavar="N", help="questions per task, from its categories in turn (default: all)")
+    add("--turns", type=COUNT_TYPE, default=1, metavar="N", help="maximum turns of a conversation (default: 1)")
     add_length(add, 128)
-    add("--repeats", type=COUNT, default=3, metavar="R", help="how often every prompt is decoded (default: 3)")
+    add("--repeats", type=COUNT_TYPE, default=3, metavar="R", help="number of runs of each prompt (default: 3)")
 
     add = parser.add_argument_group("sampling").add_argument
     add(
         "--temperature",
-        type=temperatures,
+        type=parse_temperatures,
         default=(0.0,),
         metavar="T,...",
-        help="one run each (default: 0, greedy)",
+        help="one run for each temperature (default: 0, greedy)",
     )
     add_limits(add)
 
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=path, metavar="FILE", help="write all results to it, for every prompt")
+    add("--json", type=parse_path, metavar="FILE", help="file for all results of every prompt")
     add_record(add)
-    add("--plots", type=path, metavar="DIR", help="write plots to it: speedup by task, acceptance by depth")
+    add("--plots", type=parse_path, metavar="DIR", help="folder for plots: speedup by task, acceptance by depth")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,33 +105,33 @@ def run(args: argparse.Namespace) -> int:
     check_split(args.split, args.tasks.split(","))
 
     from jaxspec.bench.environment import peak_memory
-    from jaxspec.bench.extra import need
-    from jaxspec.bench.run import buildable, measure
+    from jaxspec.bench.extra import import_extra
+    from jaxspec.bench.run import find_buildable, measure_methods
     from jaxspec.cli import show
 
     if args.plots:
-        need("matplotlib", "--plots")  # before an hour of measuring, not after
-    tasks = [load(source, args.limit, args.seed, show.say, args.split) for source in args.tasks.split(",")]
+        import_extra("matplotlib", "--plots")  # before an hour of measuring, not after
+    tasks = [load_task(source, args.limit, args.seed, show.say, args.split) for source in args.tasks.split(",")]
     samplings = [read_sampling(args, temperature) for temperature in args.temperature]
     target, draft = load_models(sources, None, args.max_new_tokens, args.chat)
-    heads = load_heads(sources, target)
+    heads = load_heads_by_drafter(sources, target)
     names = heads if methods is None else [str(method.drafting.drafter) for method in methods]
     for source, drafter in zip(sources.heads, heads):
         if drafter not in names:
-            raise UsageError(f"--heads {source}: these are heads for {drafter}, which is not in --drafters")
+            raise UsageError(f"--heads {source}: these heads are for {drafter}, which is not in --drafters")
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # even the last is refused before the first is measured
     if methods is None:
-        methods = buildable(target, draft, heads)
+        methods = find_buildable(target, draft, heads)
     else:
-        methods = [completed(method, draft, heads, dict(args.drafter_option)) for method in methods]
+        methods = [complete_method(method, draft, heads, dict(args.drafter_option)) for method in methods]
     workers, missing = _peers(args, sources, target)
-    report_once = show.once(show.say)
+    report_once = show.skip_repeats(show.say)
     runs = []
     try:
         for sampling in samplings:
-            with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=show.PARTS) as bar:
-                measured = measure(
+            with show.Bar(f"measuring at temperature {sampling.temperature:g}", parts=show.PROGRESS_LINES) as bar:
+                measured = measure_methods(
                     target, methods, tasks, rule=args.rule, sampling=sampling, seed=args.seed,
                     max_new_tokens=args.max_new_tokens, repeats=args.repeats, turns=args.turns, chat=args.chat,
                     ignore_eos=args.ignore_eos, peers=workers, report=report_once, progress=bar,
@@ -142,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
             worker.close()
     show_tables(runs)
     for reason in dict.fromkeys(reason for measured in runs for reason in measured.left_out):
-        show.tell(f"NOT MEASURED: {reason}")
+        show.print_wrapped(f"NOT MEASURED: {reason}")
     for label, why in missing.items():
-        show.tell(f"NOT MEASURED: {label}: {why}")
+        show.print_wrapped(f"NOT MEASURED: {label}: {why}")
     memory = {"target": target.bytes, "draft": draft.bytes if draft else 0, "peak_rss": peak_memory()}
     _write(args, runs, memory, missing)
     return 1 if any(measured.wrong for measured in runs) else 0
@@ -153,19 +153,19 @@ def run(args: argparse.Namespace) -> int:
 def _write(args: argparse.Namespace, runs: list["Run"], memory: dict, missing: dict[str, str]) -> None:
     """Writes the files that the options ask for."""
     from jaxspec.bench import plots, report
-    from jaxspec.bench.environment import describe
+    from jaxspec.bench.environment import describe_environment
     from jaxspec.cli import show
 
     if args.json:
-        arguments = {name: value for name, value in vars(args).items() if name not in NO_ARGUMENTS}
-        record = report.as_record(runs, arguments, describe(), memory) | {"peers_left_out": missing}
+        arguments = {name: value for name, value in vars(args).items() if name not in OMITTED_OPTIONS}
+        record = report.as_record(runs, arguments, describe_environment(), memory) | {"peers_left_out": missing}
         args.json.write_text(json.dumps(record, indent=1, allow_nan=False, default=str) + "\n")
         show.say(f"written: {args.json}")
     if args.record:
         packages = {name: version for run in runs for peer in run.peers.values() for name, version in peer.items()}
-        show.say(f"written: {write(args.record, 'bench', args.words, report.figures(runs), packages)}")
+        show.say(f"written: {write_record(args.record, 'bench', args.words, report.summarise_runs(runs), packages)}")
     if args.plots:
-        for path in plots.save(runs, args.plots):
+        for path in plots.save_plots(runs, args.plots):
             show.say(f"written: {path}")
 
 
@@ -178,19 +178,19 @@ def show_tables(runs: list["Run"]) -> None:
 
     console = Console()
     for measured in runs:
-        parts = [report.overall(measured), report.other_times(measured), report.by_group(measured)]
-        parts += [report.against_peers(measured), report.versions(measured)] if measured.peers else []
+        parts = [report.overall_table(measured), report.format_other_times(measured), report.group_table(measured)]
+        parts += [report.peer_table(measured), report.format_versions(measured)] if measured.peers else []
         for part in parts:
             console.print(part, "", highlight=False, markup=False, sep="\n")
     for measured in runs:
-        for line in report.differences(measured):
-            show.tell(line)
-    show.tell(report.conclusion(runs))
+        for line in report.describe_differences(measured):
+            show.print_wrapped(line)
+    show.print_wrapped(report.format_conclusion(runs))
 
 
-def temperatures(text: str) -> tuple[float, ...]:
+def parse_temperatures(text: str) -> tuple[float, ...]:
     """Parses an option's value: one or more temperatures."""
-    return tuple(map(setting("temperature"), text.split(",")))
+    return tuple(map(sampling_type("temperature"), text.split(",")))
 
 
 def parse_drafters(text: str) -> list["Method"]:
@@ -199,7 +199,7 @@ def parse_drafters(text: str) -> list["Method"]:
     Raises:
         UsageError: a name is unknown, or a tree cannot be parsed.
     """
-    from jaxspec.bench.records import PLAIN, Method
+    from jaxspec.bench.records import PLAIN_METHOD, Method
     from jaxspec.generation.drafting import Drafting
 
     methods = []
@@ -213,10 +213,10 @@ def parse_drafters(text: str) -> list["Method"]:
         length = re.fullmatch(r"\d{1,4}", tree, re.ASCII) and int(tree) <= MAX_NODES
         shape = (int(tree) if length else parse_tree(tree)) if colon else None
         methods.append(Method(spec, Drafting(name, tree=shape, schedule=schedule or None)))
-    return [method for method in methods if method.label != PLAIN]
+    return [method for method in methods if method.label != PLAIN_METHOD]
 
 
-def completed(
+def complete_method(
     method: "Method", draft: "Model | None", heads: Mapping[str, "DraftHeads"], options: Mapping[str, Any]
 ) -> "Method":
     """Adds to a method the models and options that its drafter takes; its own options take precedence.
@@ -243,9 +243,9 @@ def _check(args: argparse.Namespace) -> tuple[list["Method"] | None, Sources]:
     check_output("--peers-folder", args.peers_folder, folder=True)
     if args.peers is not None:
         if any(args.temperature):
-            raise UsageError("--peers decode greedily; use --temperature 0")
+            raise UsageError("--peers always decode greedily; use --temperature 0")
         try:
-            parse(args.peers, args.draft_model is not None)
+            parse_peers(args.peers, args.draft_model is not None)
         except JaxspecError as error:
             raise UsageError(f"--peers: {error}") from None
     if args.drafters is None and args.tuned is None:
@@ -261,20 +261,20 @@ def _check(args: argparse.Namespace) -> tuple[list["Method"] | None, Sources]:
     takes = set().union(*(find("drafter", name).takes for name in names))
     for name, _ in args.drafter_option:
         if name not in takes:
-            raise UsageError(f"--drafter-option {name}: no drafter in --drafters takes it")
+            raise UsageError(f"--drafter-option {name}: no drafter in --drafters has this option")
     labels = [method.label for method in methods]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise UsageError(f"--drafters: {twice[0]} is named twice; leave one out")
     for method in methods:
         own = method.drafting
         check_members(str(own.drafter), args.rule, own.tree, f"--drafters {method.label}")
-    note_costs({method.drafting.schedule for method in methods if isinstance(method.drafting.schedule, str)})
+    warn_about_costs({method.drafting.schedule for method in methods if isinstance(method.drafting.schedule, str)})
     return methods, sources
 
 
 def _peers(args: argparse.Namespace, sources: Sources, target: "Model") -> tuple[list["Worker"], dict[str, str]]:
     """Starts other systems. Returns the systems that run, and for each of the others the reason why it does not run."""
-    from jaxspec.bench.worker import Models, start
+    from jaxspec.bench.worker import Models, start_workers
     from jaxspec.checkpoints.source import find_source
     from jaxspec.cli import show
 
@@ -288,4 +288,4 @@ def _peers(args: argparse.Namespace, sources: Sources, target: "Model") -> tuple
     draft = None if sources.draft is None else files(sources.draft)
     longest = max(target.lm.context, 1)
     models = Models(files(sources.target), draft, min(longest, 2048), target.stop_ids)
-    return start(parse(args.peers, draft is not None), models, args.peers_folder, show.say)
+    return start_workers(parse_peers(args.peers, draft is not None), models, args.peers_folder, show.say)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import drafting, models, options
-from jaxspec.cli.options import COUNT, Parser
+from jaxspec.cli.options import COUNT_TYPE, Parser
 from jaxspec.errors import CapacityError, MissingTokenizer
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jaxspec.generation.output import Generation
     from jaxspec.models.model import Model
 
-LENGTH = 4096
-DRAFTED, _GREEN, _BACK = "green", "\x1b[32m", "\x1b[39m"
+CHAT_LENGTH = 4096
+DRAFTED_COLOUR, _GREEN, _BACK = "green", "\x1b[32m", "\x1b[39m"
 
 
 def add_options(parser: Parser) -> None:
@@ -34,11 +34,13 @@ def add_options(parser: Parser) -> None:
     options.add_sampling(parser)
     options.add_ending(parser, 512)
     add = parser.add_argument_group("conversation").add_argument
-    add("--system", metavar="TEXT", help="the system message, before the first message of the chat")
+    add("--system", metavar="TEXT", help="system message at the start of the chat")
     options.add_template(add)
-    length = f"tokens a conversation may have (default: {LENGTH}, or the target's context if less)"
-    add("--length", type=COUNT, metavar="N", help=length)
-    add("--colour", "--color", action="store_true", help=f"show in {DRAFTED} what was drafted and accepted")
+    length = (
+        f"maximum number of tokens of the conversation (default: {CHAT_LENGTH}, or the target's context if smaller)"
+    )
+    add("--length", type=COUNT_TYPE, metavar="N", help=length)
+    add("--colour", "--color", action="store_true", help=f"show drafted and accepted text in {DRAFTED_COLOUR}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,22 +53,22 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxspec.cli import show
 
-    target, chosen = models.load(sources, chosen, new_tokens=None, chat=True)
+    target, chosen = models.load_for_drafting(sources, chosen, new_tokens=None, chat=True)
     chat = Chat(target, options.read_options(args, chosen), args.system, args.length)
     commands = {"/reset": chat.reset, "/stats": lambda: show.say(chat.statistics(), answer=True)}
-    for line in lines():
+    for line in read_input_lines():
         if line == "/exit":
             break
         if line in commands:
             commands[line]()
         elif re.fullmatch(r"/\w+", line):
-            show.say(f"there is no {line}; there are {', '.join(commands)} and /exit", answer=True)
+            show.say(f"unknown command {line}; the commands are {', '.join(commands)} and /exit", answer=True)
         else:
-            answer(chat, line, args.colour)
+            print_answer(chat, line, args.colour)
     return 0
 
 
-def lines() -> Iterator[str]:
+def read_input_lines() -> Iterator[str]:
     """Yields the lines that are typed or sent to standard input; empty lines are skipped."""
     if sys.stdin is None:
         return
@@ -84,17 +86,17 @@ def lines() -> Iterator[str]:
         except KeyboardInterrupt:
             if not typed:
                 raise
-            print("\n/exit, or the end of the input, leaves")
+            print("\nto leave, type /exit or end the input")
             continue
         if line:
             yield line
 
 
-def answer(chat: "Chat", line: str, colour: bool) -> None:
+def print_answer(chat: "Chat", line: str, colour: bool) -> None:
     """Writes the answer to one message as it is decoded, then its statistics."""
     from jaxspec.cli import show
 
-    with interruptible() as interrupted:
+    with defer_interrupts() as interrupted:
         try:
             with show.writer() as write:
                 row = chat.ask(
@@ -114,17 +116,19 @@ def answer(chat: "Chat", line: str, colour: bool) -> None:
     elif row.finish_reason == "error":
         raise ArithmeticError("the target's logits were not finite, which ended the answer early")
     elif row.finish_reason == "length":
-        full = chat.room < 1
-        cut = "the conversation is full; /reset begins a new one" if full else "cut at --max-new-tokens"
-        show.say(cut, answer=True)
+        is_full = chat.room < 1
+        reason = "the conversation is full; /reset begins a new one" if is_full else "cut at --max-new-tokens"
+        show.say(reason, answer=True)
     if row is not None:
         if colour:
-            show.legend((f"{row.stats.accepted} drafted and accepted", DRAFTED), "the rest is the target's own")
-        show.say(show.summary(chat.timing, row.stats))
+            show.print_legend(
+                (f"{row.stats.accepted} drafted and accepted", DRAFTED_COLOUR), "the rest comes from the target alone"
+            )
+        show.say(show.format_summary(chat.timing, row.stats))
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
+def defer_interrupts() -> Iterator[Callable[[], bool]]:
     """Defers the first Ctrl-C, so that no step is interrupted; the second is raised."""
     seen = False
 
@@ -166,11 +170,13 @@ class Chat:
         """
 
         if target.tokenizer is None or target.chat_template is None:
-            raise MissingTokenizer(f"{target.name} has no chat template to talk with; `jaxspec generate` needs none")
+            raise MissingTokenizer(
+                f"{target.name} has no chat template, which chat needs; use `jaxspec generate` instead"
+            )
         context = target.lm.context
-        self.length = length or min(LENGTH, context)
+        self.length = length or min(CHAT_LENGTH, context)
         if self.length > context:
-            raise CapacityError(f"--length {length} is more than the target's context, {context} tokens")
+            raise CapacityError(f"--length {length} is more than the target's context of {context} tokens")
         decoder, _ = options.resolve_drafting().build(target)
         self._options = dataclasses.replace(options, capacity=decoder.slots(self.length))
         self._target, self._system, self._compiled = target, system, False
@@ -218,7 +224,9 @@ class Chat:
         ids = [*turn.prefix, *turn.ids]
         budget = min(self._options.max_new_tokens, self.length - len(ids))
         if budget < 1:
-            raise CapacityError(f"the conversation takes {len(ids)} of {self.length} tokens, no room for an answer")
+            raise CapacityError(
+                f"the conversation takes {len(ids)} of {self.length} tokens, so there is no room for an answer"
+            )
         pieces: list[str] = []
         options = dataclasses.replace(
             self._options,
@@ -226,7 +234,7 @@ class Chat:
             session=self._session,
             on_token=lambda row, token, piece: pieces.append(piece),
         )
-        with contextlib.nullcontext() if self._compiled else show.busy("reading the prompt"):
+        with contextlib.nullcontext() if self._compiled else show.show_activity("reading the prompt"):
             running = start_stream(self._target, [messages], options)
             chunk = None if interrupted() else next(running, None)
         self._compiled = True
@@ -252,5 +260,5 @@ class Chat:
 
         return (
             f"answers: {self.answers}; tokens: {len(self.ids)} of {self.length}, {self.read} read; "
-            f"{show.summary(self.total, self.stats)}"
+            f"{show.format_summary(self.total, self.stats)}"
         )

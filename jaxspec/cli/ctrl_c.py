@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-PAUSE = 0.05
+RETRY_SECONDS = 0.05
 """Seconds until a Ctrl-C that was dropped is repeated."""
 
 
@@ -23,14 +23,14 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 @contextlib.contextmanager
-def repeated() -> Iterator[None]:
+def repeat_dropped_interrupts() -> Iterator[None]:
     """Repeats a Ctrl-C that arrived in a callback of the garbage collector, such as JAX's, where Python drops it."""
     timers: list[threading.Timer] = []
 
     def again(dropped: Any) -> None:
         if dropped.exc_type is not KeyboardInterrupt:
             return before(dropped)
-        timers.append(threading.Timer(PAUSE, _thread.interrupt_main))
+        timers.append(threading.Timer(RETRY_SECONDS, _thread.interrupt_main))
         timers[-1].daemon = True
         timers[-1].start()
 

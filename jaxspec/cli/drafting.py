@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.models import Sources, add_heads, read_sources
-from jaxspec.cli.options import MAX_NODES, Parser, UsageError, one_of, whole
+from jaxspec.cli.options import MAX_NODES, Parser, UsageError, choice_type, whole_type
 from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.errors import InvalidConfig
 from jaxspec.registry import DRAFTER, DRAFTERS, RULES, SCHEDULES, find
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxspec.core.topology import Dynamic, Topology
     from jaxspec.generation.drafting import Drafting
 
-VOCAB = 256
+TRIAL_VOCAB = 256
 """The size of the vocabulary with which rules are tried before the target's vocabulary is known. No rule depends on
 it."""
 
@@ -28,13 +28,13 @@ def add_drafter_options(add: Callable) -> None:
         "--drafter-option",
         action="append",
         default=[],
-        type=option,
+        type=parse_option,
         metavar="NAME=VALUE",
         help="an option of the drafter, such as exit_layers=10 of early-exit (repeatable)",
     )
 
 
-def option(text: str) -> tuple[str, Any]:
+def parse_option(text: str) -> tuple[str, Any]:
     """Parses NAME=VALUE, where the value is a number, true or false, or else a text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -53,10 +53,10 @@ def add_rule(parser: Parser) -> None:
     parser.add_argument_group("verification, which decides whether the text stays the same").add_argument(
         "--rule",
         default="coupled",
-        type=one_of("rule", RULES),
+        type=choice_type("rule", RULES),
         metavar="|".join(RULES),
-        help="coupled: the text is that of plain decoding with the same seed; the other rules draw another text, from "
-        "the same distribution unless their name has 'lossy' in it (default: coupled)",
+        help="coupled gives the text of plain decoding with the same seed; the other rules draw another text from the "
+        "same distribution, except the rules whose name begins with 'lossy' (default: coupled)",
     )
 
 
@@ -67,25 +67,30 @@ def add_drafting(parser: Parser) -> None:
     add(
         "--drafter",
         default=DRAFTER,
-        type=one_of("drafter", DRAFTERS),
+        type=choice_type("drafter", DRAFTERS),
         metavar=drafters,
         help=f"default: {DRAFTER}",
     )
-    add("--draft-length", type=whole(0, MAX_NODES), metavar="K", help="draft chains of K tokens")
-    add("--tree", metavar="SPEC", help=f"draft trees: {TREE_GRAMMAR}")
+    add(
+        "--draft-length",
+        type=whole_type(0, MAX_NODES),
+        metavar="K",
+        help="number of tokens of each draft, which is a chain",
+    )
+    add("--tree", metavar="SPEC", help=f"tree of each draft: {TREE_GRAMMAR}")
     add_drafter_options(add)
     add_heads(add)
     schedules = "|".join(SCHEDULES)
     add(
         "--schedule",
-        type=one_of("schedule", SCHEDULES),
+        type=choice_type("schedule", SCHEDULES),
         metavar=schedules,
-        help="limit of each draft (default: none; best-width for prompt-lookup and recycling)",
+        help="what limits each draft (default: nothing, or best-width for prompt-lookup and recycling)",
     )
     add(
         "--tuned",
         metavar="FILE",
-        help="file of 'jaxspec tune', instead of the other options of drafting",
+        help="file that 'jaxspec tune' wrote, instead of the other drafting options",
     )
     add_rule(parser)
 
@@ -102,14 +107,14 @@ def read_drafting(args: argparse.Namespace) -> tuple["Drafting", Sources]:
     """
     written = ""
     if args.tree is not None and args.draft_length is not None:
-        raise UsageError("--draft-length is a chain and --tree another tree; give one of the two")
+        raise UsageError("--draft-length and --tree both set the tree; give only one of them")
     if args.tree is not None:
         written = f"--tree {args.tree}"
     elif args.draft_length is not None:
         written = f"--draft-length {args.draft_length}"
     if args.tuned is not None and (args.drafter != DRAFTER or args.drafter_option or args.schedule or written):
         raise UsageError(
-            "--tuned selects how to draft; give it without --drafter, --drafter-option, --draft-length, --tree and "
+            "--tuned sets how to draft; give it without --drafter, --drafter-option, --draft-length, --tree and "
             "--schedule"
         )
     drafting = None if args.tuned is None else _load_tuned(args.tuned, args.rule)
@@ -119,7 +124,7 @@ def read_drafting(args: argparse.Namespace) -> tuple["Drafting", Sources]:
         check_drafter_options(drafter, dict(args.drafter_option))
         drafting = _make(args)
     check_members(drafter, args.rule, drafting.tree, written)
-    note_costs([args.schedule])
+    warn_about_costs([args.schedule])
     return drafting, sources
 
 
@@ -167,9 +172,11 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
 
     member, topology = find("drafter", drafter), as_topology(tree)
     if topology is not None and "tree" not in member.takes:
-        raise UsageError(f"{written}: the drafter {drafter} takes no tree; leave it out")
+        raise UsageError(f"{written}: the drafter {drafter} does not draft trees; leave this option out")
     if topology is not None and not topology.shape.depth and drafter != "none" and DRAFTERS.own(drafter):
-        raise UsageError(f"{written}: {drafter} drafts at least one token; for plain decoding, give --drafter none")
+        raise UsageError(
+            f"{written}: the drafter {drafter} drafts at least one token; for plain decoding, use --drafter none"
+        )
     made = find("rule", rule)()
     if not all(field.default is not dataclasses.MISSING for field in dataclasses.fields(member)):
         if topology is not None:  # the drafter is made when its model or heads are there
@@ -185,10 +192,10 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
             built = member(tree=chain(built.shape.depth))
     with UsageError.instead(f"--rule {rule} with {written or f'--drafter {drafter}'}: "):
         made.check(built.shape)
-        check_together(made, built, VOCAB)
+        check_together(made, built, TRIAL_VOCAB)
 
 
-def note_costs(schedules: Iterable[str | None]) -> None:
+def warn_about_costs(schedules: Iterable[str | None]) -> None:
     """Says that the costs of drafts are assumed, if one of the schedules is "adaptive" by name."""
     if "adaptive" in schedules:
         from jaxspec.cli import show
@@ -196,8 +203,8 @@ def note_costs(schedules: Iterable[str | None]) -> None:
 
         first, second = Adaptive().costs
         show.say(
-            f"the schedule 'adaptive' needs the costs of rounds on this machine, which are not measured: a round with "
-            f"one drafted token is assumed to cost {second / first:g} times a plain round, and every further token "
-            f"{second - first:g} more; measure them with 'jaxspec tune', and give its file as --tuned",
+            f"the schedule 'adaptive' assumes the costs of rounds, because they were not measured on this machine: "
+            f"{second / first:g} plain rounds for a round with one drafted token, and {second - first:g} more for each "
+            "further token. Measure the costs with 'jaxspec tune', and give its file with --tuned",
             answer=True,
         )

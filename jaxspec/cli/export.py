@@ -8,26 +8,39 @@ them.
 import argparse
 
 from jaxspec.cli.models import add_allow_pickle
-from jaxspec.cli.options import DTYPES, SOURCES, Parser, check_output, one_of, path
-from jaxspec.heads.layouts import EXPORTED, LAYOUTS
+from jaxspec.cli.options import HEAD_DTYPES, SOURCE_HELP, Parser, check_output, choice_type, parse_path
+from jaxspec.heads.layouts import EXPORT_LAYOUTS, LAYOUTS
 
 
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
     add = parser.add_argument
-    layouts = (f"{name}: {LAYOUTS[name].summary} ({LAYOUTS[name].readers})" for name in EXPORTED)
-    add("heads", metavar="HEADS", help="a directory, a file or a repository of the Hub, in any layout that is read")
+    layouts = (f"{name}: {LAYOUTS[name].summary} ({LAYOUTS[name].readers})" for name in EXPORT_LAYOUTS)
+    add(
+        "heads",
+        metavar="HEADS",
+        help="the heads: a directory, a file or a Hub repository, in any layout that jaxspec reads",
+    )
     add(
         "--layout",
-        type=one_of("layout", EXPORTED),
-        metavar="|".join(EXPORTED),
-        help=f"{'; '.join(layouts)} (default: the first that can hold them)",
+        type=choice_type("layout", EXPORT_LAYOUTS),
+        metavar="|".join(EXPORT_LAYOUTS),
+        help=f"{'; '.join(layouts)} (default: the first layout that can hold the heads)",
     )
-    add("--out", type=path, required=True, metavar="DIR", help="where to write them")
-    add("--target", metavar="SOURCE", help=f"the model they draft for, whose projection is copied: {SOURCES}")
-    add("--base", metavar="NAME", help="what other systems call the target (default: as --target)")
-    shown = "|".join(DTYPES)
-    add("--dtype", type=one_of("dtype", DTYPES), metavar=shown, help="of what is written (default: that of the file)")
+    add("--out", type=parse_path, required=True, metavar="DIR", help="directory to write to")
+    add(
+        "--target",
+        metavar="SOURCE",
+        help=f"the model that the heads draft for, whose projection is copied: {SOURCE_HELP}",
+    )
+    add("--base", metavar="NAME", help="name of the target in other systems (default: the name of --target)")
+    shown = "|".join(HEAD_DTYPES)
+    add(
+        "--dtype",
+        type=choice_type("dtype", HEAD_DTYPES),
+        metavar=shown,
+        help="dtype to write (default: the dtype of the file)",
+    )
     add_allow_pickle(add)
 
 
@@ -41,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
     check_output("--out", args.out, folder=True)
     # The layout is checked before the target, which may be large, is loaded.
-    found = open_heads(args.heads, allow_pickle=args.allow_pickle)
+    opened = open_heads(args.heads, allow_pickle=args.allow_pickle)
     if args.layout is not None:
-        check_layout(found.config_of_any_vocabulary(), LAYOUTS[args.layout])
-    target = None if args.target is None else show.load(args.target, args.dtype or DTYPES[0])
+        check_layout(opened.config_of_any_vocabulary(), LAYOUTS[args.layout])
+    target = None if args.target is None else show.load_model(args.target, args.dtype or HEAD_DTYPES[0])
     heads = load_heads(args.heads, target=target, dtype=args.dtype, allow_pickle=args.allow_pickle)
     for note in heads.notes:
         show.say(f"{args.heads}: {note}", answer=True)
-    place = export_heads(heads, args.out, args.layout, target=target, base=args.base)
-    show.say(f"written: {place}")
+    folder = export_heads(heads, args.out, args.layout, target=target, base=args.base)
+    show.say(f"written: {folder}")
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxspec.amounts import plural, size
 from jaxspec.cli import drafting, models, options
-from jaxspec.cli.options import COUNT, Parser, UsageError, add_option, check_output, whole
+from jaxspec.cli.options import COUNT_TYPE, Parser, UsageError, add_option, check_output, whole_type
 from jaxspec.core import sizes
 
 if TYPE_CHECKING:
@@ -25,29 +25,39 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "prompt",
         nargs="*",
-        type=options.filled("prompt"),
+        type=options.text_type("prompt"),
         metavar="PROMPT",
-        help="text to continue; none: standard input is the one prompt",
+        help="text to continue (default: the text of standard input)",
     )
     add = options.add_models(parser)
     options.add_chat(add)
     options.add_template(add)
     drafting.add_drafting(parser)
     add = options.add_sampling(parser)
-    add_option(add, "samples", type=whole(1, sizes.MAX_SAMPLES), metavar="N")
+    add_option(add, "samples", type=whole_type(1, sizes.MAX_SAMPLES), metavar="N")
     options.add_ending(parser, 128)
     add = parser.add_argument_group("many prompts").add_argument
-    add("--prompts", metavar="FILE", help="instead of PROMPT: .jsonl or .json of conversations, .txt of prompts")
+    add(
+        "--prompts",
+        metavar="FILE",
+        help="file of prompts, instead of PROMPT: .jsonl or .json of conversations, or .txt",
+    )
     options.add_split(add)
-    add_option(add, "out", "the same command resumes, by what FILE.job.json says", metavar="FILE")
-    add_option(add, "batch", "default: all", type=COUNT, metavar="N")
+    add_option(add, "out", "the same command resumes, see FILE.job.json", metavar="FILE")
+    add_option(add, "batch", "default: all", type=COUNT_TYPE, metavar="N")
     add = parser.add_argument_group("output").add_argument
-    add("--json", action="store_true", help="a JSON list: text, tokens, finish_reason, stats, timing, ...")
-    number = whole(0, sizes.MAX_LOGPROBS)
+    add(
+        "--json", action="store_true", help="print a JSON list with text, tokens, finish_reason, stats, timing and more"
+    )
+    number = whole_type(0, sizes.MAX_LOGPROBS)
     add_option(add, "logprobs", "in the JSON", nargs="?", type=number, const=True, metavar="N")
-    width = whole(2, sizes.MAX_NODES + 1)
+    width = whole_type(2, sizes.MAX_NODES + 1)
     add_option(add, "width_matched", "docs/guarantees.md", nargs="?", type=width, const=True, metavar="N")
-    add("--compile-only", action="store_true", help="compile what the call needs, and keep it for later calls")
+    add(
+        "--compile-only",
+        action="store_true",
+        help="only compile the programs of this call, and keep them for later calls",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
     """
     chosen, sources = drafting.read_drafting(args)
     if args.logprobs is not False and not (args.json or args.out):
-        raise UsageError("--logprobs are written to the JSON; give --json, too")
+        raise UsageError("--logprobs needs JSON output; add --json or --out FILE")
     if args.out and args.json:
-        raise UsageError("--out is a file of JSON, --json writes to standard output; give one of the two")
+        raise UsageError("--out writes JSON to a file, and --json writes it to standard output; give only one of them")
     if args.compile_only and (args.json or args.out):
-        raise UsageError("--compile-only writes no text; give it without --json and --out")
+        raise UsageError("--compile-only writes no text; leave out --json and --out")
     if args.prompts and args.prompt:
-        raise UsageError("--prompts is instead of PROMPT; give one of the two")
+        raise UsageError("PROMPT and --prompts cannot be combined; give only one of them")
     options.check_split(args.split, [args.prompts] if args.prompts else [])
     check_output("--out", args.out)
     prompts: list = _prompts(args.prompts, args.split) if args.prompts else args.prompt or [_standard_input()]
@@ -73,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.cli import show
     from jaxspec.generation.precompile import compile_programs
 
-    target, chosen = models.load(sources, chosen, args.max_new_tokens, args.chat)
+    target, chosen = models.load_for_drafting(sources, chosen, args.max_new_tokens, args.chat)
     selected = options.read_options(args, chosen)
     if args.compile_only:
         if not compile_programs(target, prompts, selected):
@@ -82,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         output = _into_file(target, prompts, selected)
     else:
-        with show.busy("reading the prompt"):
+        with show.show_activity("reading the prompt"):
             running = start_stream(target, prompts, selected)
             first = list(itertools.islice(running, 1))  # the first step also compiles
         chunks = itertools.chain(first, running)
@@ -94,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             records = as_records(output, prompts, args.seed)
             print("[\n" + ",\n".join(json.dumps(record, allow_nan=False) for record in records) + "\n]")
-    show.say(show.summary(output.timing, output.stats))
+    show.say(show.format_summary(output.timing, output.stats))
     failed = [i for i, row in enumerate(output) if row.finish_reason == "error"]
     if failed:
         raise ArithmeticError(f"the target's logits were not finite, which ended text {failed[0] + 1} early")
@@ -107,11 +117,11 @@ def _into_file(target: "Model", prompts: list, options: "GenerateOptions") -> "O
     from jaxspec.cli import show
     from jaxspec.decode.loop import NO_LIMIT
 
-    with show.Bar("decoding", parts=show.PARTS) as bar:
+    with show.Bar("decoding", parts=show.PROGRESS_LINES) as bar:
         running = start_stream(target, prompts, dataclasses.replace(options, progress=bar, rounds=NO_LIMIT))
         rows = len(prompts) * options.samples
-        there = sum(row.finish_reason is not None for row in running.output)
-        resumed = f", {'all' if there == rows else there} of them already in {options.out}" if there else ""
+        complete = sum(row.finish_reason is not None for row in running.output)
+        resumed = f", {'all' if complete == rows else complete} of them already in {options.out}" if complete else ""
         show.say(f"{plural(rows, 'text')}{resumed}, caches of {size(running.memory)}")
         for _ in running:
             pass
@@ -139,17 +149,17 @@ def _prompts(path: str, split: str | None) -> list:
     """Reads texts, and conversations up to their first answer, and prints their number."""
     from jaxspec.cli import show
     from jaxspec.storage.prompt_files import SPLITS
-    from jaxspec.text.conversations import read
+    from jaxspec.text.conversations import read_conversations
 
-    found = [one.prompt for one in read([path], strict=True, split=split or SPLITS[0])[0]]
-    show.say(f"{path}: {plural(len(found), 'prompt')}")
-    return found
+    prompts = [row.prompt for row in read_conversations([path], strict=True, split=split or SPLITS[0])[0]]
+    show.say(f"{path}: {plural(len(prompts), 'prompt')}")
+    return prompts
 
 
 def _standard_input() -> str:
     """Reads standard input, without the newline at its end."""
     if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("no PROMPT given; write one, or send it to standard input")
+        raise UsageError("no PROMPT given; give one, or send it to standard input")
     text = sys.stdin.read().removesuffix("\n")
     if not text:
         raise UsageError("no PROMPT given, and standard input is empty")

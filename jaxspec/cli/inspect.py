@@ -10,10 +10,10 @@ import argparse
 import json
 from typing import Any
 
-from jaxspec.cli.inspect_format import as_lines
-from jaxspec.cli.inspect_model import LENGTH
+from jaxspec.cli.inspect_format import format_lines
+from jaxspec.cli.inspect_model import INSPECT_LENGTH
 from jaxspec.cli.models import add_allow_pickle
-from jaxspec.cli.options import COUNT, SOURCES, Parser, UsageError, add_dtype
+from jaxspec.cli.options import COUNT_TYPE, SOURCE_HELP, Parser, UsageError, add_dtype
 from jaxspec.errors import JaxspecError
 from jaxspec.storage.reading import check_path
 
@@ -21,28 +21,35 @@ from jaxspec.storage.reading import check_path
 def add_options(parser: Parser) -> None:
     """Adds the command's options."""
     add = parser.add_argument
-    add("source", nargs="?", metavar="SOURCE", help=f"{SOURCES}, or heads; without it, the presets are listed")
+    add("source", nargs="?", metavar="SOURCE", help=f"{SOURCE_HELP}, or heads (default: list the presets)")
     add("--revision", metavar="NAME", help="branch, tag or commit of a Hub repository")
-    add("--batch", type=COUNT, default=1, metavar="N", help="rows decoded together (default: 1)")
-    add("--length", type=COUNT, metavar="N", help=f"tokens of each row (default: {LENGTH}, or the context if less)")
+    add("--batch", type=COUNT_TYPE, default=1, metavar="N", help="rows decoded together (default: 1)")
+    add(
+        "--length",
+        type=COUNT_TYPE,
+        metavar="N",
+        help=f"tokens of each row (default: {INSPECT_LENGTH}, or the context if smaller)",
+    )
     add_dtype(add)
-    add("--draft-model", metavar="SOURCE", help="of a model: a draft model, whose vocabulary is compared with it")
-    add("--target", metavar="SOURCE", help="of heads: the model they are to draft for")
-    add("--prompt", action="append", metavar="TEXT", help="to try heads on, with --target; repeatable")
+    add("--draft-model", metavar="SOURCE", help="for a model: a draft model to compare vocabularies with")
+    add("--target", metavar="SOURCE", help="for heads: the model that they draft for")
+    add(
+        "--prompt", action="append", metavar="TEXT", help="for heads with --target: a prompt to try them on; repeatable"
+    )
     add_allow_pickle(add)
-    add("--json", action="store_true", help="a JSON object; what ends in _bytes is in bytes")
+    add("--json", action="store_true", help="print a JSON object; values whose name ends in _bytes are in bytes")
 
 
 def preset_lines() -> list[str]:
     """Returns a line for each preset: its name, parameters, draft model, heads and licence."""
     from jaxspec.checkpoints.presets import PRESETS
-    from jaxspec.heads.find import every_shipped
+    from jaxspec.heads.find import list_shipped_heads
 
-    heads = every_shipped()
+    heads = list_shipped_heads()
     rows = [("preset", "parameters", "draft model", "heads", "licence")]
     for name, preset in PRESETS.items():
-        own = ", ".join(one.partition("/")[2] for one in heads if one.startswith(f"{name}/"))
-        rows.append((name, f"{preset.parameters / 1e6:,.0f} M", preset.draft or "-", own or "-", preset.license))
+        kinds = ", ".join(path.partition("/")[2] for path in heads if path.startswith(f"{name}/"))
+        rows.append((name, f"{preset.parameters / 1e6:,.0f} M", preset.draft or "-", kinds or "-", preset.license))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
@@ -51,23 +58,24 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report, then raises the first error that would prevent loading, if any."""
     from jaxspec.checkpoints.source import find_source, weight_files
     from jaxspec.cli import show
-    from jaxspec.heads.find import find_layout, hub_files, named_heads
-    from jaxspec.heads.layouts import FILES, LAYOUTS
+    from jaxspec.heads.find import find_layout, find_named_heads, list_hub_files
+    from jaxspec.heads.layouts import HEAD_FILES, LAYOUTS
 
     if args.source is None:
         print("\n".join(preset_lines()))
         return 0
-    place = named_heads(args.source)
+    place = find_named_heads(args.source)
     if place is None:
-        place = check_path(find_source(args.source, args.revision, show.say, hub_files(args.allow_pickle)))
+        place = check_path(find_source(args.source, args.revision, show.say, list_hub_files(args.allow_pickle)))
     layout = find_layout(place)
     if layout is None and (args.target or args.prompt or args.allow_pickle):
         raise UsageError(
-            f"--target, --prompt and --allow-pickle are for draft heads, and {args.source} is not in a layout of heads"
+            f"--target, --prompt and --allow-pickle are for draft heads, but {args.source} does not hold heads in a "
+            "known layout"
         )
     if layout is not None and args.draft_model:
-        raise UsageError("--draft-model is for a model, and these are draft heads")
-    files = weight_files(place) or [place / name for name in FILES if (place / name).is_file()]
+        raise UsageError(f"--draft-model is for models, but {args.source} holds draft heads")
+    files = weight_files(place) or [place / name for name in HEAD_FILES if (place / name).is_file()]
     report: dict[str, Any] = {"source": args.source, "path": str(place)}
     report |= {"files": len(files), "file_size_bytes": sum(file.stat().st_size for file in files)}
     refused: list[JaxspecError] = []
@@ -89,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        print("\n".join(as_lines(report, Console().width)))
+        print("\n".join(format_lines(report, Console().width)))
     if refused:
         raise refused[0]
     return 0

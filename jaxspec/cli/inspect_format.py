@@ -12,12 +12,12 @@ from jaxspec.cli.wrap import wrap
 if TYPE_CHECKING:
     from jaxspec.checkpoints.base import StoredTensor
 
-AS_THEY_ARE = ("settings", "stored", "tensors", "head_tensors")
+VERBATIM_SECTIONS = ("settings", "stored", "tensors", "head_tensors")
 """Sections whose entries have names from the file."""
-SHOWN, LONGEST = 8, 88  # items of a list and characters of a text; the JSON has all of them
+MAX_ITEMS, MAX_CHARACTERS = 8, 88  # items of a list and characters of a text; the JSON has all of them
 
 
-def by_type(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
+def count_types(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
     """Returns the number and the bytes of the tensors of each type, in descending order of bytes."""
     tensors, total = collections.Counter(), collections.Counter()
     for tensor in stored:
@@ -26,7 +26,7 @@ def by_type(stored: Iterable["StoredTensor"]) -> dict[str, Any]:
     return {kind: {"tensors": tensors[kind], "bytes": size} for kind, size in total.most_common()}
 
 
-def by_name(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
+def group_tensors(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
     """Returns types and shapes by name; layers are grouped under one name, in which N stands for their number."""
     kinds = collections.Counter(
         (re.sub(r"(^|\.)\d+(?=\.)", r"\1N", name), t.type, t.shape) for name, t in stored.items()
@@ -37,20 +37,20 @@ def by_name(stored: Mapping[str, "StoredTensor"]) -> dict[str, Any]:
     return table
 
 
-def shortened(value: Any) -> Any:
+def shorten(value: Any) -> Any:
     """Returns a setting for JSON: long lists become their length, and numbers that are not finite become text."""
     if isinstance(value, Mapping):
-        return {str(key): shortened(item) for key, item in value.items()}
+        return {str(key): shorten(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [shortened(item) for item in value] if len(value) <= SHOWN else f"{len(value)} items"
+        return [shorten(item) for item in value] if len(value) <= MAX_ITEMS else f"{len(value)} items"
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def as_lines(report: Mapping[str, Any], width: int) -> Iterator[str]:
+def format_lines(report: Mapping[str, Any], width: int) -> Iterator[str]:
     """Yields the lines of the report: entries are wrapped to `width`, and the entries of sections are indented."""
     for key, value in report.items():
         if isinstance(value, Mapping):
-            label = _printable if key in AS_THEY_ARE else _label
+            label = _printable if key in VERBATIM_SECTIONS else _label
             labels = [f"  {label(name)}" for name in value]
             column = min(max(map(len, labels), default=0) + 2, width // 2)
             yield f"\n{_label(key)}"
@@ -79,15 +79,15 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{_label(name)} {_shown(name, item)}" for name, item in value.items()) or "none"
     if isinstance(value, list):
-        more = f", and {len(value) - SHOWN} more" if len(value) > SHOWN else ""
-        return ", ".join(_shown("", item) for item in value[:SHOWN]) + more if value else "none"
+        more = f", and {len(value) - MAX_ITEMS} more" if len(value) > MAX_ITEMS else ""
+        return ", ".join(_shown("", item) for item in value[:MAX_ITEMS]) + more if value else "none"
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, int) and key.endswith("bytes"):
         return size(value)
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else f"{value:g}"
-    return _printable(value if len(value) <= LONGEST else value[: LONGEST - 1] + "…")
+    return _printable(value if len(value) <= MAX_CHARACTERS else value[: MAX_CHARACTERS - 1] + "…")
 
 
 def _printable(text: str) -> str:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.checkpoints.base import StoredTensor
-from jaxspec.cli.inspect_format import by_name, by_type, shortened
+from jaxspec.cli.inspect_format import count_types, group_tensors, shorten
 from jaxspec.errors import JaxspecError
 from jaxspec.models.config import ModelConfig
 
-PROMPTS = (
+PROBE_PROMPTS = (
     "The capital of France is",
     "Write a short story about a robot who learns to paint.",
     "def fibonacci(n):",
 )
-TOKENS = 32
-FLOOR = 0.1
+PROBE_TOKENS = 32
+MIN_WORKING_RATE = 0.1
 """The lowest acceptance rate of the first drafted token for heads that work. The rates of trained heads are at least
 three times as high."""
 
@@ -31,29 +31,35 @@ def heads_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[
     from jaxspec.heads.files import load_heads
     from jaxspec.heads.headers import open_heads
     from jaxspec.heads.layouts import LAYOUTS
-    from jaxspec.heads.serving import layouts_for
+    from jaxspec.heads.serving import list_layouts
 
     report: dict[str, Any] = {}
     try:
-        found = open_heads(place, allow_pickle=args.allow_pickle)
+        opened = open_heads(place, allow_pickle=args.allow_pickle)
     except JaxspecError as error:
         refused.append(error)
         stored = _stored(place)
-        return {"heads": {"stored": by_type(stored.values())}, "head_tensors": by_name(stored)}
-    stored = found.stored.values()
-    readers = LAYOUTS[found.layout].readers if found.layout in LAYOUTS else "this library"
-    heads = {"layout": found.layout, "read_by": readers} | _sizes(found.sizes)
-    heads |= {"bytes": sum(tensor.bytes for tensor in stored), "stored": by_type(stored), "notes": list(found.notes)}
-    if isinstance(base := found.settings.get("base_model_name_or_path"), str):
-        heads["made_for"] = shortened(base)
-    heads["exported_to"] = ", ".join(layouts_for(found.config_of_any_vocabulary())) or "none: only jaxspec serves them"
+        return {"heads": {"stored": count_types(stored.values())}, "head_tensors": group_tensors(stored)}
+    stored = opened.stored.values()
+    readers = LAYOUTS[opened.layout].readers if opened.layout in LAYOUTS else "this library"
+    heads = {"layout": opened.layout, "read_by": readers} | _sizes(opened.sizes)
+    heads |= {
+        "bytes": sum(tensor.bytes for tensor in stored),
+        "stored": count_types(stored),
+        "notes": list(opened.notes),
+    }
+    if isinstance(base := opened.settings.get("base_model_name_or_path"), str):
+        heads["made_for"] = shorten(base)
+    heads["exported_to"] = (
+        ", ".join(list_layouts(opened.config_of_any_vocabulary())) or "none: only jaxspec serves them"
+    )
     report["heads"] = heads
     if args.target is None:
         return report
     try:
-        target = show.load(args.target, args.dtype)
+        target = show.load_model(args.target, args.dtype)
         loaded = load_heads(place, target=target, dtype=activation_dtype(args.dtype), allow_pickle=args.allow_pickle)
-        report["probe"] = probe(target, loaded, args.prompt or PROMPTS, not args.quiet)
+        report["probe"] = probe(target, loaded, args.prompt or PROBE_PROMPTS, not args.quiet)
     except JaxspecError as error:
         refused.append(error)
     return report
@@ -75,7 +81,7 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
     def decode(**options: Any) -> Any:
         return jaxspec.generate(
             target, list(prompts), drafter=config.drafter, heads=heads, tree=config.usual_depth,
-            max_new_tokens=TOKENS, ignore_eos=True, verbose=verbose, drafter_options=options,
+            max_new_tokens=PROBE_TOKENS, ignore_eos=True, verbose=verbose, drafter_options=options,
         )  # fmt: skip
 
     texts = decode()
@@ -93,7 +99,9 @@ def probe(target: Any, heads: Any, prompts: Any, verbose: bool = True) -> dict[s
         "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position],
         "conditional_acceptance": [round(share, 4) for share in stats.conditional_acceptance],
         **rates,
-        "verdict": "they work" if first >= FLOOR else "they do not work with this target, or are not trained",
+        "verdict": "they work"
+        if first >= MIN_WORKING_RATE
+        else "they do not work with this target, or are not trained",
     }
 
 
@@ -117,7 +125,7 @@ def _stored(place: pathlib.Path) -> dict[str, StoredTensor]:
     found = {}
     for file in files:
         try:
-            found |= {name: held.stored for name, held in folder.open_shard(file.parent, file.name).items()}
+            found |= {name: tensor.stored for name, tensor in folder.open_shard(file.parent, file.name).items()}
         except JaxspecError:
             continue
     return found

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli.inspect_format import by_name, by_type, shortened
+from jaxspec.cli.inspect_format import count_types, group_tensors, shorten
 from jaxspec.core import sizes
 from jaxspec.errors import CapacityError, CheckpointError, InvalidConfig, JaxspecError, MissingTokenizer
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxspec.models.config import ModelConfig
     from jaxspec.text.tokenizer import Tokenizer
 
-LENGTH = 2048
+INSPECT_LENGTH = 2048
 
 
 def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: list[JaxspecError]) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
         except CheckpointError:
             pass  # nothing more can be shown
         else:
-            report |= {"settings": {key: shortened(value) for key, value in headers.settings.items()}}
-            report |= {"stored": by_type(headers.stored.values()), "tensors": by_name(headers.stored)}
+            report |= {"settings": {key: shorten(value) for key, value in headers.settings.items()}}
+            report |= {"stored": count_types(headers.stored.values()), "tensors": group_tensors(headers.stored)}
     else:
         config = checkpoint.config
-        length = args.length or min(LENGTH, config.max_position)
+        length = args.length or min(INSPECT_LENGTH, config.max_position)
         report |= {"architecture": checkpoint.architecture, "model": model_section(config)}
         if (token := checkpoint.settings.get("pard_token")) is not None:
             report["pard_token"] = token
@@ -48,7 +48,7 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
                 report["pard2_target_layers"] = ", ".join(map(str, parse_pard2(str(place), checkpoint.settings).layers))
             except CheckpointError as error:
                 refused.append(error)
-        report |= {"stored": by_type(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
+        report |= {"stored": count_types(checkpoint.stored.values()), "tokenizer": text_section(checkpoint, refused)}
         report |= {"memory": memory_section(config, args.dtype, args.batch, length, checkpoint.stored.values())}
         if args.dtype == FILE_DTYPE:
             try:
@@ -56,7 +56,7 @@ def checkpoint_sections(place: pathlib.Path, args: argparse.Namespace, refused: 
             except InvalidConfig as error:
                 refused.append(error)
         if length > config.max_position:
-            refused.append(CapacityError(f"--length {length} is more than the context, {config.max_position} tokens"))
+            refused.append(CapacityError(f"--length {length} is more than the context of {config.max_position} tokens"))
     return report
 
 
@@ -66,7 +66,7 @@ def model_section(config: "ModelConfig") -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value, factory = getattr(config, field.name), field.default_factory
         if value != (field.default if factory is dataclasses.MISSING else factory()):
-            changed[field.name] = shortened(plain[field.name])
+            changed[field.name] = shorten(plain[field.name])
     return changed | {"parameters": sum(map(math.prod, config.param_shapes().values()))}
 
 
@@ -118,7 +118,7 @@ def bridge_section(target: pathlib.Path, draft: pathlib.Path) -> dict[str, Any]:
         checkpoint = open_checkpoint(place)
         size = checkpoint.config.vocab_size
         if checkpoint.tokenizer is None:
-            raise MissingTokenizer(f"{place} has no tokenizer, so its tokens cannot be compared with others")
+            raise MissingTokenizer(f"{place} has no tokenizer, so its tokens cannot be compared")
         template = checkpoint.open_template()
         tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size)
         sides.append(Side(tokenizer, template, checkpoint.end_ids(tokenizer, template), size, place.name))

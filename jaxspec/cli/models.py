@@ -50,8 +50,8 @@ def add_heads(add: Callable, *, several: bool = False) -> None:
         "--heads",
         action="append" if several else "store",
         metavar="SOURCE",
-        help="heads of 'medusa', 'eagle' or 'dflash': a directory, a file, a Hub repository (default: "
-        "the preset's own)" + "; repeatable, once for every drafter" * several,
+        help="heads of 'medusa', 'eagle' or 'dflash': a directory, a file or a Hub repository (default: the heads of "
+        "the preset)" + "; repeatable, once for every drafter" * several,
     )
     add_allow_pickle(add)
 
@@ -76,16 +76,18 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
         takes = set().union(*(find("drafter", name).takes for name in drafters))
         for option, field, given in (("--draft-model", "draft", draft), ("--heads", "heads", heads)):
             if given is not None and field not in takes:
-                raise UsageError(f"{option} is for the drafter {_takers(field)}, not {' or '.join(drafters) or 'none'}")
+                raise UsageError(
+                    f"{option} is for the drafter {_name_takers(field)}, not {' or '.join(drafters) or 'none'}"
+                )
         if "model" in drafters:
-            draft = draft or own_draft(args.target)
+            draft = draft or find_preset_draft(args.target)
         for name in drafters:
             if (option := _missing(name, args.target, draft, heads)) is not None:
                 raise UsageError(f"the drafter {name} needs {option} SOURCE")
         if not heads and "heads" in takes:
-            heads = [own for name in drafters if (own := own_heads(args.target, name)) is not None]
+            heads = [own for name in drafters if (own := find_preset_heads(args.target, name)) is not None]
     if args.draft_dtype is not None and draft is None:
-        raise UsageError(f"--draft-dtype is for the draft model of the drafter {_takers('draft')}, and there is none")
+        raise UsageError(f"--draft-dtype needs a draft model of the drafter {_name_takers('draft')}; leave it out")
     draft_dtype = args.draft_dtype or args.dtype
     return Sources(
         args.target, draft, tuple(heads or ()), args.dtype, draft_dtype, args.context, args.allow_pickle,
@@ -93,7 +95,7 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
     )  # fmt: skip
 
 
-def _takers(field: str) -> str:
+def _name_takers(field: str) -> str:
     """Returns the names of the drafters that take "draft" or "heads", for a message; imports all of jaxspec's own."""
     return " or ".join(name for name in DRAFTERS if DRAFTERS.own(name) and field in find("drafter", name).takes)
 
@@ -106,24 +108,24 @@ def _missing(drafter: str, target: str, draft: str | None, heads: list[str] | No
     takes = find("drafter", drafter).takes if DRAFTERS.own(drafter) else ()
     if "draft" in takes and draft is None:
         return "--draft-model"
-    return "--heads" if "heads" in takes and heads is None and own_heads(target, drafter) is None else None
+    return "--heads" if "heads" in takes and heads is None and find_preset_heads(target, drafter) is None else None
 
 
-def own_draft(target: str) -> str | None:
+def find_preset_draft(target: str) -> str | None:
     """Returns the draft model of a preset; None if the target is not a preset or has no draft model."""
     from jaxspec.checkpoints.presets import PRESETS
 
     return PRESETS[target].draft if target in PRESETS else None
 
 
-def own_heads(target: str, drafter: str) -> str | None:
+def find_preset_heads(target: str, drafter: str) -> str | None:
     """Returns the source of the heads that come with jaxspec; None if there are none for this target."""
-    from jaxspec.heads.find import shipped_heads
+    from jaxspec.heads.find import find_shipped_heads
 
-    return f"{target}/{drafter}" if shipped_heads(target, drafter) else None
+    return f"{target}/{drafter}" if find_shipped_heads(target, drafter) else None
 
 
-def load(
+def load_for_drafting(
     sources: Sources, drafting: "Drafting", new_tokens: int | None, chat: bool | None
 ) -> tuple["Model", "Drafting"]:
     """Loads the target, and returns it with the drafting that has the loaded draft model and heads.
@@ -135,7 +137,7 @@ def load(
         chat: as in `load_models`.
     """
     target, draft = load_models(sources, drafting, new_tokens, chat)
-    heads = load_heads(sources, target).get(str(drafting.drafter))
+    heads = load_heads_by_drafter(sources, target).get(str(drafting.drafter))
     return target, dataclasses.replace(drafting, draft=draft, heads=heads)
 
 
@@ -164,11 +166,11 @@ def load_models(
     draft = None if sources.draft is None else open_source(sources.draft, report=show.say)
     checkpoint = open_source(sources.target, report=show.say, context=sources.context)
     _check_target(sources.target, checkpoint, new_tokens, chat)
-    target = show.load(checkpoint, sources.dtype, exact=sources.exact)
+    target = show.load_model(checkpoint, sources.dtype, exact=sources.exact)
     if draft is None:
         return target, None
     same = (sources.draft, sources.draft_dtype) == (sources.target, sources.dtype)
-    return target, target if same else show.load(draft, sources.draft_dtype)
+    return target, target if same else show.load_model(draft, sources.draft_dtype)
 
 
 def _check_target(name: str, checkpoint: "Checkpoint", new_tokens: int | None, chat: bool | None) -> None:
@@ -180,10 +182,10 @@ def _check_target(name: str, checkpoint: "Checkpoint", new_tokens: int | None, c
     """
     context = checkpoint.config.max_position
     if new_tokens is not None and new_tokens >= context:
-        limit = f"the model's context is {context} tokens, the prompt included"
+        limit = f"the prompt and the new tokens must fit in the model's context of {context} tokens"
         raise CapacityError(f"max_new_tokens={new_tokens}: {limit}")
     if chat and checkpoint.chat_template is None and not checkpoint.named_templates:
-        way = "`jaxspec generate` needs none" if new_tokens is None else "pass plain text (--no-chat) instead"
+        way = "use `jaxspec generate` instead" if new_tokens is None else "pass plain text (--no-chat) instead"
         raise MissingTokenizer(f"{name} has no chat template; {way}")
 
 
@@ -202,15 +204,15 @@ def _check_heads(source: str, allow_pickle: bool, drafting: "Drafting | None") -
     if drafting is None:
         return
     if config.drafter != drafting.drafter:
-        other = f"--drafter {config.drafter} and not {drafting.drafter}"
-        raise UsageError(f"--heads {source}: {config.summary}, for {other}")
+        other = f"--drafter {config.drafter}, not {drafting.drafter}"
+        raise UsageError(f"--heads {source}: these heads ({config.summary}) are for {other}")
     topology = as_topology(drafting.tree)
     if topology is not None and (depth := topology.shape.depth) > config.max_depth:
-        most = f"drafts at most {config.max_depth} tokens deep, and the tree is {depth} deep"
+        most = f"drafts at most {config.max_depth} tokens deep, but the tree is {depth} deep"
         raise UsageError(f"--heads {source} ({config.summary}) {most}")
 
 
-def load_heads(sources: Sources, target: "Model") -> dict[str, "DraftHeads"]:
+def load_heads_by_drafter(sources: Sources, target: "Model") -> dict[str, "DraftHeads"]:
     """Loads all heads, prints their notes, and returns them by drafter.
 
     Raises:
@@ -228,6 +230,8 @@ def load_heads(sources: Sources, target: "Model") -> dict[str, "DraftHeads"]:
             show.say(f"{source}: {note}", answer=True)
         drafter = heads.config.drafter
         if drafter in loaded:
-            raise UsageError(f"--heads {source}: a second source of heads for {drafter}; give one per drafter")
+            raise UsageError(
+                f"--heads {source}: other heads for {drafter} are given as well; give one source per drafter"
+            )
         loaded[drafter] = heads
     return loaded

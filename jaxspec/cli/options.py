@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from jaxspec.generation.drafting import Drafting
     from jaxspec.generation.options import GenerateOptions
 
-TARGET = "smollm2-135m-instruct"
-SOURCES = (
+DEFAULT_TARGET = "smollm2-135m-instruct"
+SOURCE_HELP = (
     "a preset, a .gguf file, a Hugging Face directory or a repository of its Hub (organization/name, @revision may "
     "follow), or what jaxspec.save wrote"
 )
-DTYPES = ("float32", "bfloat16")  # of heads
-WEIGHTS = (*DTYPES, "int8", "file")  # of models
+HEAD_DTYPES = ("float32", "bfloat16")  # of heads
+MODEL_DTYPES = (*HEAD_DTYPES, "int8", "file")  # of models
 
 
 class UsageError(Exception):
@@ -78,17 +78,17 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _ordered(self, words: list[str]) -> list[str]:
-        """Moves a word that is not a number from behind an option with an optional number to before the option."""
+        """Moves a word that is not a number, and that follows an option with an optional number, before that option."""
         optional = {name for action in self._actions if action.nargs == "?" for name in action.option_strings}
-        found: list[str] = []
+        ordered: list[str] = []
         for word in words:
-            swallowed = found and found[-1] in optional and "--" not in found
-            taken = word.startswith("-") or re.fullmatch(r"[\d.]+", word, re.ASCII)
-            found.insert(len(found) - 1 if swallowed and not taken else len(found), word)
-        return found
+            follows_optional = ordered and ordered[-1] in optional and "--" not in ordered
+            is_value = word.startswith("-") or re.fullmatch(r"[\d.]+", word, re.ASCII)
+            ordered.insert(len(ordered) - 1 if follows_optional and not is_value else len(ordered), word)
+        return ordered
 
 
-def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
+def choice_type(kind: str, names: Iterable[str]) -> Callable[[str], str]:
     """Returns the type of an option whose value is one of the names."""
     names = tuple(names)
 
@@ -100,7 +100,7 @@ def one_of(kind: str, names: Iterable[str]) -> Callable[[str], str]:
     return check
 
 
-def whole(least: int, most: int = MAX_INT32) -> Callable[[str], int]:
+def whole_type(least: int, most: int = MAX_INT32) -> Callable[[str], int]:
     """Returns the type of an option whose value is a whole number within limits."""
 
     def check(text: str) -> int:
@@ -114,11 +114,11 @@ def whole(least: int, most: int = MAX_INT32) -> Callable[[str], int]:
     return check
 
 
-COUNT = whole(1, MAX_INT32)
+COUNT_TYPE = whole_type(1, MAX_INT32)
 """The type of an option whose value is a number of things, at least one."""
 
 
-def setting(name: str) -> Callable[[str], float]:
+def sampling_type(name: str) -> Callable[[str], float]:
     """Returns the type of an option for a setting of `jaxspec.Sampling`, which has the limits."""
 
     def check(text: str) -> float:
@@ -139,7 +139,7 @@ def setting(name: str) -> Callable[[str], float]:
     return check
 
 
-def filled(what: str) -> Callable[[str], str]:
+def text_type(what: str) -> Callable[[str], str]:
     """Returns the type of an option whose value is a text that is not empty."""
 
     def check(text: str) -> str:
@@ -150,9 +150,9 @@ def filled(what: str) -> Callable[[str], str]:
     return check
 
 
-def path(text: str) -> pathlib.Path:
+def parse_path(text: str) -> pathlib.Path:
     """Parses an option's value as a path. An empty path is refused: `pathlib` takes it for the working directory."""
-    return pathlib.Path(filled("path")(text))
+    return pathlib.Path(text_type("path")(text))
 
 
 def check_output(option: str, path: str | pathlib.Path | None, folder: bool = False) -> None:
@@ -164,16 +164,16 @@ def check_output(option: str, path: str | pathlib.Path | None, folder: bool = Fa
         folder: whether the output is a folder.
 
     Raises:
-        UsageError: the folder of the output does not exist, or the output is of the other kind or may not be written
-            to.
+        UsageError: the folder of the output does not exist, the output is of the other kind, or there is no
+            permission to write to it.
     """
     if path is None:
         return
     with UsageError.instead():
         place = check_path(path, option).absolute()
     if place.is_dir() != folder and place.exists():
-        found, expected = ("file", "folder") if folder else ("folder", "file")
-        raise UsageError(f"{option} {path}: is a {found}, expected a {expected}")
+        kind, expected = ("file", "folder") if folder else ("folder", "file")
+        raise UsageError(f"{option} {path}: is a {kind}, expected a {expected}")
     near = place if place.exists() else place.parent
     while folder and not near.exists():  # folders are created
         near = near.parent
@@ -184,7 +184,7 @@ def check_output(option: str, path: str | pathlib.Path | None, folder: bool = Fa
         raise UsageError(f"{option} {path}: there is no permission to write to {near}")
 
 
-DESCRIBED = (
+OPTION_CLASSES = (
     ("jaxspec.generation.options", "CompileOptions"),
     ("jaxspec.generation.options", "GenerateOptions"),
     ("jaxspec.core.sampling", "Sampling"),
@@ -204,7 +204,7 @@ def add_option(add: Callable, name: str, note: str = "", **words: Any) -> None:
             number.
         **words: further arguments of `add`, which say how the value is written.
     """
-    field = next(fields[name] for kind in DESCRIBED if name in (fields := read_fields(*kind)))
+    field = next(fields[name] for kind in OPTION_CLASSES if name in (fields := read_fields(*kind)))
     default = words.setdefault("default", field.default)
     if not note and isinstance(default, (int, float)) and not isinstance(default, bool):
         note = f"default: {default:g}"
@@ -213,16 +213,16 @@ def add_option(add: Callable, name: str, note: str = "", **words: Any) -> None:
     add(f"--{name.replace('_', '-')}", help=described.replace("%", "%%"), **words)
 
 
-DTYPE: dict[str, Any] = {"type": one_of("dtype", WEIGHTS), "metavar": "|".join(WEIGHTS)}
+DTYPE_ARGUMENTS: dict[str, Any] = {"type": choice_type("dtype", MODEL_DTYPES), "metavar": "|".join(MODEL_DTYPES)}
 
 
 def add_dtype(add: Callable) -> None:
     """Adds `--dtype`; `add` is the `add_argument` of a parser or a group."""
     add(
         "--dtype",
-        default=WEIGHTS[0],
-        **DTYPE,
-        help=f"dtype of the weights; file keeps the weights of a GGUF file as they are (default: {WEIGHTS[0]})",
+        default=MODEL_DTYPES[0],
+        **DTYPE_ARGUMENTS,
+        help=f"dtype of the weights; file keeps the weights of a GGUF file as they are (default: {MODEL_DTYPES[0]})",
     )
 
 
@@ -230,9 +230,9 @@ def add_split(add: Callable) -> None:
     """Adds `--split`, for `.txt` files of prompts; see `jaxspec.storage.prompt_files`."""
     add(
         "--split",
-        type=one_of("split", SPLITS),
+        type=choice_type("split", SPLITS),
         metavar="|".join(SPLITS),
-        help="what is a prompt in a .txt file: a line, a paragraph between blank lines, or the whole file "
+        help="the unit that is one prompt in a .txt file: a line, a paragraph between blank lines, or the whole file "
         f"(default: {SPLITS[0]})",
     )
 
@@ -240,26 +240,28 @@ def add_split(add: Callable) -> None:
 def check_split(split: str | None, files: Iterable[str]) -> None:
     """Raises UsageError if there is a `--split` but no `.txt` file."""
     if split is not None and not any(file.lower().endswith(".txt") for file in files):
-        raise UsageError("--split is for .txt files of prompts; leave it out, or name such a file")
+        raise UsageError("--split is for .txt files of prompts, and there is none; leave it out")
 
 
 def add_models(parser: Parser) -> Callable:
     """Adds the options of target and draft model; returns the group's `add_argument`, for further options."""
     add = parser.add_argument_group("models").add_argument
-    add("--target", default=TARGET, metavar="NAME_OR_PATH", help=f"{SOURCES} (default: {TARGET})")
+    add("--target", default=DEFAULT_TARGET, metavar="NAME_OR_PATH", help=f"{SOURCE_HELP} (default: {DEFAULT_TARGET})")
     add(
         "--draft-model",
         metavar="SOURCE",
-        help="draft model of 'model' (default: the preset's) and 'pard'",
+        help="draft model of the drafters 'model' (default: the draft model of the preset) and 'pard'",
     )
     add(
         "--context",
-        type=COUNT,
+        type=COUNT_TYPE,
         metavar="N",
-        help="longest text of the target, in tokens (default: its context)",
+        help="maximum number of tokens of a text (default: the target's context)",
     )
     add_dtype(add)
-    add("--draft-dtype", **DTYPE, help="dtype of the draft model's weights (default: the dtype of the target)")
+    add(
+        "--draft-dtype", **DTYPE_ARGUMENTS, help="dtype of the draft model's weights (default: the dtype of the target)"
+    )
     add(
         "--exact",
         action="store_true",
@@ -277,37 +279,37 @@ def add_template(add: Callable) -> None:
     """Adds `--tools` and `--template-variable`, for chat templates."""
     add(
         "--tools",
-        type=tools,
+        type=read_tools,
         metavar="FILE",
-        help="a JSON list of the tools that the assistant may call: the JSON schema of each function",
+        help="file with a JSON list of the tools that the assistant may call: the JSON schema of each function",
     )
     add(
         "--template-variable",
         action="append",
         default=[],
-        type=variable,
+        type=parse_variable,
         metavar="NAME=VALUE",
-        help="a further variable of the chat template, such as enable_thinking=false; VALUE is JSON, or else a text; "
+        help="an extra variable of the chat template, such as enable_thinking=false; VALUE is JSON or a text; "
         "repeatable",
     )
 
 
-def tools(path: str) -> list:
+def read_tools(path: str) -> list:
     """Reads the file of `--tools`."""
     from jaxspec.text.messages import check_tools  # imports Jinja
 
     try:
-        found = json.loads(read_bytes(check_path(path, "the path of the tools")))
-        checked = check_tools(found)
+        value = json.loads(read_bytes(check_path(path, "the path of the tools")))
+        checked = check_tools(value)
     except (ValueError, RecursionError) as error:
-        why = error if isinstance(error, JaxspecError) else f"{path}: not JSON: {error}"
-        raise argparse.ArgumentTypeError(str(why)) from None
+        reason = error if isinstance(error, JaxspecError) else f"{path}: not JSON: {error}"
+        raise argparse.ArgumentTypeError(str(reason)) from None
     if not checked:
-        raise argparse.ArgumentTypeError(f"{path}: expected a list of tools, got {shown(found)}")
+        raise argparse.ArgumentTypeError(f"{path}: expected a list of tools, got {shown(value)}")
     return checked
 
 
-def variable(text: str) -> tuple[str, Any]:
+def parse_variable(text: str) -> tuple[str, Any]:
     """Parses NAME=VALUE, where the value is JSON (true, 3, null, a list, ...), or else a text."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -321,18 +323,22 @@ def variable(text: str) -> tuple[str, Any]:
 def add_sampling(parser: Parser) -> Callable:
     """Adds the options of sampling and the seed; returns the group's `add_argument`."""
     add = parser.add_argument_group("sampling").add_argument
-    add_option(add, "temperature", type=setting("temperature"), metavar="T")
+    add_option(add, "temperature", type=sampling_type("temperature"), metavar="T")
     add_limits(add)
     return add
 
 
 def add_limits(add: Callable) -> None:
     """Adds the options of sampling other than the temperature, and the seed."""
-    add_option(add, "top_k", type=whole(0, MAX_INT32), metavar="K")
-    add_option(add, "top_p", type=setting("top_p"), metavar="P")
-    add_option(add, "min_p", type=setting("min_p"), metavar="P")
+    add_option(add, "top_k", type=whole_type(0, MAX_INT32), metavar="K")
+    add_option(add, "top_p", type=sampling_type("top_p"), metavar="P")
+    add_option(add, "min_p", type=sampling_type("min_p"), metavar="P")
     add(
-        "--seed", type=whole(0, MAX_SEED), default=0, metavar="N", help="the same seed gives the same text (default: 0)"
+        "--seed",
+        type=whole_type(0, MAX_SEED),
+        default=0,
+        metavar="N",
+        help="the same seed gives the same text (default: 0)",
     )
 
 
@@ -345,7 +351,7 @@ def read_sampling(args: argparse.Namespace, temperature: float) -> "Sampling":
 
 def add_length(add: Callable, default: int) -> None:
     """Adds `--max-new-tokens` and `--ignore-eos`."""
-    add_option(add, "max_new_tokens", type=COUNT, default=default, metavar="N")
+    add_option(add, "max_new_tokens", type=COUNT_TYPE, default=default, metavar="N")
     add_option(add, "ignore_eos", action="store_true")
 
 
@@ -353,7 +359,7 @@ def add_ending(parser: Parser, default: int) -> None:
     """Adds the options that end a text, with this default for `--max-new-tokens`."""
     add = parser.add_argument_group("ending").add_argument
     add_length(add, default)
-    add_option(add, "stop", "repeatable", action="append", type=filled("string"), default=[], metavar="STR")
+    add_option(add, "stop", "repeatable", action="append", type=text_type("string"), default=[], metavar="STR")
 
 
 def read_options(args: argparse.Namespace, drafting: "Drafting") -> "GenerateOptions":

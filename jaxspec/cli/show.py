@@ -25,7 +25,7 @@ _silenced = False
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Silences progress: draws no bars, and prints only the lines that answer the user."""
     global _silenced
     before, _silenced = _silenced, True
@@ -49,7 +49,7 @@ def say(line: str, answer: bool = False) -> None:
         console.print(Text(part, style="dim"), soft_wrap=True)
 
 
-def tell(line: str) -> None:
+def print_wrapped(line: str) -> None:
     """Prints a line of the result, wrapped between words on a terminal."""
     with writer() as write:
         write(f"{line}\n")
@@ -70,7 +70,7 @@ def writer() -> Iterator[Callable[[str], None]]:
             print(wrapper.end(), end="", flush=True)
 
 
-def card(markdown: str) -> None:
+def print_card(markdown: str) -> None:
     """Prints a card; tables fit the terminal, and paragraphs are wrapped between words."""
     console, rows = Console(), []
     for line in [*markdown.splitlines(), ""]:
@@ -85,7 +85,7 @@ def card(markdown: str) -> None:
             print(part)
 
 
-def once(line: Callable[[str], object]) -> Callable[[str], None]:
+def skip_repeats(line: Callable[[str], object]) -> Callable[[str], None]:
     """Returns a function that passes each distinct line on only once."""
     seen = set()
 
@@ -97,14 +97,14 @@ def once(line: Callable[[str], object]) -> Callable[[str], None]:
     return first
 
 
-def legend(*parts: str | tuple[str, str]) -> None:
+def print_legend(*parts: str | tuple[str, str]) -> None:
     """Prints a legend of texts, each with or without a colour."""
     if not _silenced:
         Console(stderr=True).print(Text(", ").join(Text.assemble(part) for part in parts), soft_wrap=True)
 
 
 @contextlib.contextmanager
-def busy(what: str, quiet: bool = False) -> Iterator[None]:
+def show_activity(what: str, quiet: bool = False) -> Iterator[None]:
     """Shows activity of unknown length; with `quiet`, only on terminals."""
     console = Console(stderr=True)
     if _silenced or not console.is_terminal:
@@ -116,9 +116,9 @@ def busy(what: str, quiet: bool = False) -> Iterator[None]:
         yield
 
 
-PARTS = 4
+PROGRESS_LINES = 4
 """The number of lines that report progress without a terminal."""
-PAUSE = 30.0
+MAX_SILENT_SECONDS = 30.0
 """Seconds after which progress is reported without a terminal, however small it is."""
 
 
@@ -126,7 +126,7 @@ class Bar:
     """Shows progress: call it with `(done, total)`.
 
     Without a terminal it prints a line at the beginning, `parts` more lines on the way, and another line after every
-    `PAUSE` seconds without a line.
+    `MAX_SILENT_SECONDS` seconds without a line.
     """
 
     def __init__(self, what: str, parts: int = 0):
@@ -142,7 +142,7 @@ class Bar:
     def __call__(self, done: int, total: int, *_: object) -> None:
         if _silenced or not self._console.is_terminal:
             part, now = done * self._parts // total, time.monotonic()
-            if part > self._part or now - self._said >= PAUSE:
+            if part > self._part or now - self._said >= MAX_SILENT_SECONDS:
                 self._part, self._said = part, now
                 say(f"{self._what}: {done} of {total}")
             return
@@ -164,7 +164,9 @@ class Bar:
             self._progress.stop()
 
 
-def load(source: "str | Checkpoint", dtype: str, kernels: bool | None = None, exact: bool | None = None) -> "Model":
+def load_model(
+    source: "str | Checkpoint", dtype: str, kernels: bool | None = None, exact: bool | None = None
+) -> "Model":
     """Loads a model and shows a progress bar; see `jaxspec.load` for the arguments."""
     from jaxspec.checkpoints.load import load as read
 
@@ -174,11 +176,11 @@ def load(source: "str | Checkpoint", dtype: str, kernels: bool | None = None, ex
         return read(source, dtype=dtype, kernels=kernels, exact=exact, report=say, progress=bar)
 
 
-def summary(timing: "Timing", stats: "Stats") -> str:
+def format_summary(timing: "Timing", stats: "Stats") -> str:
     """Returns the speed and the statistics of decoding in one line; if nothing was decoded, the number of tokens."""
     tokens = plural(stats.committed, "token")
     if not timing.decode_s:
-        return f"{tokens}, nothing decoded by this command"
+        return f"{tokens}, all from earlier; this command decoded nothing"
     accepted = f"{stats.accepted} of {plural(stats.drafted, 'drafted token')} accepted"
     return (
         f"{tokens}, {timing.tokens_per_s:.1f} tokens/s of decoding alone, {stats.tokens_per_round:.2f} tokens per "

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxspec.generation.output import Output
 
-PLAIN = "none"
-NOISE = 0.05
+PLAIN_DRAFTER = "none"
+MIN_DIFFERENCE = 0.05
 """The relative difference below which speeds are called equal; short runs cannot resolve less."""
-ACCEPTED = 1.2
+MIN_TOKENS_PER_ROUND = 1.2
 """The tokens per round below which hardly any draft was accepted."""
 
 
@@ -44,15 +44,15 @@ class Speed:
 
 
 Speeds = Mapping[str, Speed]
-"""The speeds by drafter; the speed of plain decoding has the key `PLAIN`."""
+"""The speeds by drafter; the speed of plain decoding has the key `PLAIN_DRAFTER`."""
 
 
-def best(speeds: Speeds) -> str:
+def find_fastest(speeds: Speeds) -> str:
     """Returns the name of the fastest drafter."""
-    return max((name for name in speeds if name != PLAIN), key=lambda name: speeds[name].tokens_per_s)
+    return max((name for name in speeds if name != PLAIN_DRAFTER), key=lambda name: speeds[name].tokens_per_s)
 
 
-def takeaway(tasks: Mapping[str, Speeds], platform: str) -> Iterator[str]:
+def explain_speeds(tasks: Mapping[str, Speeds], platform: str) -> Iterator[str]:
     """Yields paragraphs that explain the speeds.
 
     Args:
@@ -61,24 +61,24 @@ def takeaway(tasks: Mapping[str, Speeds], platform: str) -> Iterator[str]:
     """
     for task, speeds in tasks.items():
         yield f"{task[:1].upper()}{task[1:]}: {_verdict(speeds)}"
-    slower = [(speeds[name], speeds[PLAIN], name, task)
+    slower = [(speeds[name], speeds[PLAIN_DRAFTER], name, task)
               for task, speeds in tasks.items() for name in speeds
-              if speeds[name].times(speeds[PLAIN]) < 1 - NOISE]  # fmt: skip
+              if speeds[name].times(speeds[PLAIN_DRAFTER]) < 1 - MIN_DIFFERENCE]  # fmt: skip
     if slower:
         yield _reason(*max(slower, key=lambda one: one[0].tokens_per_round), platform)
 
 
 def _verdict(speeds: Speeds) -> str:
-    name, plain = best(speeds), speeds[PLAIN]
+    name, plain = find_fastest(speeds), speeds[PLAIN_DRAFTER]
     speed, times = speeds[name], speeds[name].times(plain)
     measured = f"{speed.tokens_per_s:.1f} instead of {plain.tokens_per_s:.1f} tokens/s"
-    if times > 1 + NOISE:
+    if times > 1 + MIN_DIFFERENCE:
         return (
             f"drafting pays. The best drafter, {name}, is {times:.2f} times as fast as plain decoding ({measured}): "
             f"each of its rounds brings {speed.tokens_per_round:.2f} tokens and costs {speed.cost(plain):.2f} plain "
             "rounds."
         )
-    if times >= 1 - NOISE:
+    if times >= 1 - MIN_DIFFERENCE:
         return (
             f"drafting makes no difference. The best drafter, {name}, is {times:.2f} times as fast as plain decoding "
             f"({measured}), which is within the noise of so short a measurement."
@@ -96,7 +96,7 @@ def _reason(speed: Speed, plain: Speed, name: str, task: str, platform: str) -> 
         "Why a drafter can be slower: it pays only if a round brings more tokens than it costs plain rounds. "
         f"In {task}, {name} brings {cost}"
     )
-    if speed.tokens_per_round < ACCEPTED:
+    if speed.tokens_per_round < MIN_TOKENS_PER_ROUND:
         return f"{said}: hardly any of its guesses are accepted, and making and checking them takes time."
     if platform == "cpu":
         return (

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli import options
-from jaxspec.cli.options import Parser, UsageError, one_of, whole
+from jaxspec.cli.options import Parser, UsageError, choice_type, whole_type
 from jaxspec.core.descriptions import describe_fields
 from jaxspec.errors import InvalidConfig, JaxspecError, StorageError
 from jaxspec.registry import TRAINEES, find
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxspec.train.run import Trained
     from jaxspec.train.settings import TrainSettings
 
-KIND, FILE = "kind of heads", "file"
+HEAD_KIND, GGUF_DTYPE = "kind of heads", "file"
 TREE_LINES = 12
 """Number of lines of progress while trees are measured, which takes minutes, on a console without a progress bar."""
 
@@ -42,13 +42,15 @@ def add_options(parser: Parser) -> None:
     from jaxspec.train.settings import TrainSettings, own_fields
 
     names = "|".join(TRAINEES)
-    parser.add_argument("kind", type=one_of(KIND, TRAINEES), metavar=names, help="kind of heads, or of draft model")
+    parser.add_argument(
+        "kind", type=choice_type(HEAD_KIND, TRAINEES), metavar=names, help="kind of heads or draft model"
+    )
     add = parser.add_argument_group("models and data").add_argument
     add(
         "--target",
-        default=options.TARGET,
+        default=options.DEFAULT_TARGET,
         metavar="NAME_OR_PATH",
-        help=f"{options.SOURCES} (default: {options.TARGET})",
+        help=f"{options.SOURCE_HELP} (default: {options.DEFAULT_TARGET})",
     )
     options.add_dtype(add)
     add(
@@ -56,7 +58,8 @@ def add_options(parser: Parser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl or .json of prompts or conversations (prompt, messages, ShareGPT's), or .txt of prompts",
+        help=".jsonl or .json files of prompts or conversations (prompt, messages, or ShareGPT's), or .txt files of "
+        "prompts",
     )
     add("--out", type=pathlib.Path, required=True, metavar="DIR", help="folder of the run")
     add(
@@ -67,16 +70,16 @@ def add_options(parser: Parser) -> None:
     )
     add(
         "--fit-prompts",
-        type=whole(0),
+        type=whole_type(0),
         default=6,
         metavar="N",
         help="number of held-out prompts to choose the tree on (default: 6)",
     )
-    add("--fit-dtype", **options.DTYPE, help="dtype of the target when the tree is chosen (default: as --dtype)")
-    add("--log-to", action="append", default=[], type=one_of("logger", ("tensorboard",)), metavar="tensorboard",
-        help="another log besides log.jsonl; needs the package tensorboardX")  # fmt: skip
+    add("--fit-dtype", **options.DTYPE_ARGUMENTS, help="dtype of the target for this choice (default: as --dtype)")
+    add("--log-to", action="append", default=[], type=choice_type("logger", ("tensorboard",)), metavar="tensorboard",
+        help="write a log for TensorBoard as well; needs the package tensorboardX")  # fmt: skip
     own = parser.add_argument_group("settings of the kind")
-    flags = {field.name: field for name in TRAINEES for field in own_fields(find(KIND, name))}
+    flags = {field.name: field for name in TRAINEES for field in own_fields(find(HEAD_KIND, name))}
     special = {name: _add_setting(own.add_argument, flags[name]) for name in flags}
     common = parser.add_argument_group("settings").add_argument
     shared = {field.name: _add_setting(common, field) for field in dataclasses.fields(TrainSettings)}
@@ -84,12 +87,14 @@ def add_options(parser: Parser) -> None:
     def show_kind(words: list[str]) -> None:
         """Shows the settings of the kind that the words name, with its defaults, in the help."""
         name = next((word for word in words if word in TRAINEES), None)
-        kind = find(KIND, name) if name else TrainSettings
+        kind = find(HEAD_KIND, name) if name else TrainSettings
         fields, described = {field.name: field for field in dataclasses.fields(kind)}, describe_fields(kind)
         own.title = f"settings of {name}"
         parser.usage = f"jaxspec train {name or 'KIND'} --prompts FILE [FILE ...] --out DIR [options]"
         for each, action in (special | shared).items():
-            action.help = _about(fields[each], described[each], name) if each in fields else argparse.SUPPRESS
+            action.help = (
+                _describe_setting(fields[each], described[each], name) if each in fields else argparse.SUPPRESS
+            )
 
     parser.before_parsing = show_kind
     show_kind([])
@@ -107,17 +112,17 @@ def _add_setting(add: Callable, field: dataclasses.Field) -> argparse.Action:
     if type(field.default) is str:
         words["metavar"] = field.name.upper()
     if choices := field.metadata.get("choices"):
-        words = {"type": one_of(field.name, choices), "metavar": "|".join(choices)}
+        words = {"type": choice_type(field.name, choices), "metavar": "|".join(choices)}
     if isinstance(field.default, bool):
         words = {"action": argparse.BooleanOptionalAction}
     return add(f"--{field.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
 
 
-def _about(field: dataclasses.Field, description: str, kind: str | None) -> str:
+def _describe_setting(field: dataclasses.Field, description: str, kind: str | None) -> str:
     """Returns the help of a setting, with its default for a kind; None means no kind in particular."""
     default: Any = field.default
-    if kind is None and any(getattr(find(KIND, name), field.name) != default for name in TRAINEES):
-        default = "that of the kind"
+    if kind is None and any(getattr(find(HEAD_KIND, name), field.name) != default for name in TRAINEES):
+        default = "depends on the kind"
     if isinstance(default, bool):
         default = "yes" if default else "no"
     if default == "":  # its meaning is in the description
@@ -125,12 +130,12 @@ def _about(field: dataclasses.Field, description: str, kind: str | None) -> str:
     return f"{description.removesuffix('.')} (default: {default})".replace("%", "%%")
 
 
-def settings_of(args: argparse.Namespace) -> "TrainSettings":
+def read_settings(args: argparse.Namespace) -> "TrainSettings":
     """Returns the settings that the options give; refuses options of other kinds."""
-    kind = find(KIND, args.kind)
+    kind = find(HEAD_KIND, args.kind)
     known = {field.name for field in dataclasses.fields(kind)}
     for other in TRAINEES:
-        for field in dataclasses.fields(find(KIND, other)):
+        for field in dataclasses.fields(find(HEAD_KIND, other)):
             if field.name in vars(args) and field.name not in known:
                 raise UsageError(f"--{field.name.replace('_', '-')} is a setting of {other}, not of {args.kind}")
     try:
@@ -141,18 +146,18 @@ def settings_of(args: argparse.Namespace) -> "TrainSettings":
 
 def run(args: argparse.Namespace) -> int:
     """Trains heads or a draft model, fits a tree, and writes them."""
-    settings = settings_of(args)
+    settings = read_settings(args)
     if not settings.held_out:
         raise UsageError("--held-out 0: the tree and the card need held-out texts; use a fraction above 0")
-    if args.dtype == FILE:
+    if args.dtype == GGUF_DTYPE:
         raise UsageError("--dtype file: the blocks of a GGUF file have no gradients; use another dtype, such as int8")
     out, fit_dtype = check_path(args.out, "--out"), args.fit_dtype or args.dtype
     if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out}: is a file; name a folder")
+        raise UsageError(f"--out {out}: is a file, expected a folder")
 
     from jaxspec.cli import show
     from jaxspec.train import card
-    from jaxspec.train.manifest import DRAFT, HEADS
+    from jaxspec.train.manifest import DRAFT_FOLDER, HEADS_FOLDER
     from jaxspec.train.monitor import Monitor
     from jaxspec.train.run import check_machine, train_heads
 
@@ -165,21 +170,21 @@ def run(args: argparse.Namespace) -> int:
         )
     check_machine(settings)
     _check_files(args, settings)
-    target = show.load(args.target, args.dtype, kernels=False)
+    target = show.load_model(args.target, args.dtype, kernels=False)
     try:
         with Monitor(out, args.log_to, settings.log_every) as monitor:
             trained = train_heads(target, args.prompts, out, settings, watch=monitor.watch, data=args.data)
     except KeyboardInterrupt:
-        show.say(f"everything so far is kept in {out}: the same command resumes the run", answer=True)
+        show.say(f"the run so far is kept in {out}; the same command resumes it", answer=True)
         raise
-    folder = out / (DRAFT if settings.trains_model else HEADS)
+    folder = out / (DRAFT_FOLDER if settings.trains_model else HEADS_FOLDER)
     try:
         _finish(trained, fit_dtype, folder, args)
     except KeyboardInterrupt:
-        held = f"{folder} holds the result; " if folder.exists() else ""
-        show.say(f"training is complete: {held}the same command continues with the measurement", answer=True)
+        result = f"{folder} holds the result; " if folder.exists() else ""
+        show.say(f"training is complete: {result}the same command continues with the measurement", answer=True)
         raise
-    show.card((folder / card.CARD).read_text())
+    show.print_card((folder / card.CARD_FILE).read_text())
     show.say(f"written: {folder}")
     return 0
 
@@ -195,7 +200,7 @@ def _check_files(args: argparse.Namespace, settings: "TrainSettings") -> None:
     from jaxspec.train.run import read_prompts
 
     if args.data is not None and check_path(args.data, "--data").is_file():
-        raise UsageError(f"--data {args.data}: is a file; name a folder")
+        raise UsageError(f"--data {args.data}: is a file, expected a folder")
     read_prompts(args.prompts, settings, Watch())
     if settings.start:
         (open_source if settings.trains_model else open_heads)(settings.start)
@@ -212,20 +217,20 @@ def _finish(trained: "Trained", dtype: str, folder: pathlib.Path, args: argparse
 
     result, rows = trained.result, trained.settings.row_tokens
     changed = _write(trained, folder)
-    found = evaluate.ranks(trained.target, result, trained.data.answered, rows, trainee=trained.trainee)
+    ranks = evaluate.rank_tokens(trained.target, result, trained.data.answered, rows, trainee=trained.trainee)
 
     def write_card(trees: list) -> None:
-        measured = card.collect_figures(found, trees, dtype) | calibration.best_figures(trained.log)
+        measured = card.collect_figures(ranks, trees, dtype) | calibration.best_figures(trained.log)
         card.write_card(folder, trained, result, args.prompts, measured)
 
-    if changed or not args.fit_prompts or not (folder / card.CARD).exists():
+    if changed or not args.fit_prompts or not (folder / card.CARD_FILE).exists():
         write_card([])
     if not args.fit_prompts:
         return set_tree(folder, None) if isinstance(result, DraftHeads) else None
-    trees = _measure(trained, dtype, found.acceptance(), folder, args)
-    drafting = [one for one in trees if one.tree.shape.depth]
+    trees = _measure(trained, dtype, ranks.acceptance(), folder, args)
+    drafting = [candidate for candidate in trees if candidate.tree.shape.depth]
     if isinstance(result, DraftHeads):  # heads that predict nothing correctly have no tree
-        set_tree(folder, max(drafting, key=lambda one: one.tokens_per_s).tree if drafting else None)
+        set_tree(folder, max(drafting, key=lambda candidate: candidate.tokens_per_s).tree if drafting else None)
     write_card(trees)
 
 
@@ -239,9 +244,9 @@ def _measure(
     from jaxspec.train import evaluate
 
     prompts = trained.data.prompts[:: max(1, len(trained.data.prompts) // args.fit_prompts)][: args.fit_prompts]
-    target = trained.target if dtype == args.dtype else show.load(args.target, dtype)
+    target = trained.target if dtype == args.dtype else show.load_model(args.target, dtype)
     if trained.settings.trains_model:
-        drafts: Model | DraftHeads = show.load(str(folder), dtype)
+        drafts: Model | DraftHeads = show.load_model(str(folder), dtype)
     else:
         drafts = load_heads(folder, target=target, dtype=activation_dtype(dtype))
     with show.Bar("measuring trees", parts=TREE_LINES) as bar:
@@ -266,7 +271,7 @@ def _write(trained: "Trained", folder: pathlib.Path) -> bool:
         with contextlib.suppress(JaxspecError):
             if fingerprint(load_heads(folder).params) == fingerprint(result.params):
                 return False
-    with replacing(folder) as part:
+    with replace_folder(folder) as part:
         if isinstance(result, DraftHeads):
             save_heads(result, part)
         else:
@@ -283,12 +288,14 @@ def _write_model(model: "Model", folder: pathlib.Path, start: str) -> None:
     if is_hf(start):
         export_model(model, folder, like=start)
     else:
-        show.say(f"{start} is not in the Hugging Face format: the model is written in jaxspec's own", answer=True)
+        show.say(
+            f"{start} is not in the Hugging Face format, so the model is written in jaxspec's own format", answer=True
+        )
         save(model, folder)
 
 
 @contextlib.contextmanager
-def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def replace_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a temporary folder to write to, which then replaces `folder`.
 
     The files of an earlier call stay until then.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxspec.core.topology import Dynamic, Topology
 
 TREE_GRAMMAR = (
-    "either the number of children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
+    "the number of children of each node, depth by depth (4x2x1: 4 nodes, then 8, then 8), or the paths of "
     "ranks from the root, with a dash or a comma (0-0-0,0-1,1: rank 0 is the most likely child, and prefixes are "
     "implied), or dynamic-BEAMxDEPTH-NODES, which expands BEAM nodes on each of DEPTH levels and keeps the NODES most "
     "likely nodes in every round (dynamic-8x5-32), or a name (mc_sim_7b_63: Medusa's tree of 64 nodes)"
@@ -30,13 +30,13 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
 
     if spec in TREE_NAMES:
         return named_tree(spec)
-    reason = "this is not a tree"
+    reason = "this does not describe a tree"
     if re.fullmatch(r"\d{1,4}(x\d{1,4})*", spec, re.ASCII):
         counts = [int(count) for count in spec.split("x")]
         if 0 in counts:
             reason = "every level needs at least one child per node"
         elif sum(itertools.accumulate(counts, operator.mul)) > MAX_NODES:
-            reason = f"more than {MAX_NODES} nodes"
+            reason = f"it has more than {MAX_NODES} nodes"
         else:
             return branching(*counts)
     elif re.fullmatch(r"\d{1,4}([-,]\d{1,4})+", spec, re.ASCII):
@@ -47,7 +47,7 @@ def parse_tree(spec: str) -> "Topology | Dynamic":
     elif match := re.fullmatch(r"dynamic-(\d{1,4})x(\d{1,4})-(\d{1,4})", spec, re.ASCII):
         beam, depth, nodes = map(int, match.groups())
         if max(nodes, beam * depth) > MAX_NODES:
-            reason = f"more than {MAX_NODES} nodes to read"
+            reason = f"it expands more than {MAX_NODES} nodes"
         else:
             try:
                 return dynamic(beam, depth, nodes)

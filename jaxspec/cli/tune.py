@@ -7,14 +7,14 @@ import argparse
 from typing import Any
 
 from jaxspec.amounts import plural
-from jaxspec.bench.measurements import add_record, write
-from jaxspec.bench.tasks import NAMES, load
+from jaxspec.bench.measurements import add_record, write_record
+from jaxspec.bench.tasks import TASK_NAMES, load_task
 from jaxspec.cli import drafting, models, options
-from jaxspec.cli.options import COUNT, MAX_NODES, Parser, UsageError, check_output, one_of, whole
+from jaxspec.cli.options import COUNT_TYPE, MAX_NODES, Parser, UsageError, check_output, choice_type, whole_type
 from jaxspec.cli.tree import TREE_GRAMMAR
 from jaxspec.registry import DRAFTERS
 
-ENOUGH = 10
+MIN_ROUNDS = 10
 """The number of timed rounds of a depth from which on their median is reliable."""
 
 
@@ -23,30 +23,30 @@ def add_options(parser: Parser) -> None:
     parser.add_argument(
         "prompt",
         nargs="*",
-        type=options.filled("prompt"),
+        type=options.text_type("prompt"),
         metavar="PROMPT",
-        help="prompts like those that will be decoded",
+        help="a prompt like the prompts that will be decoded",
     )
     options.add_chat(options.add_models(parser))
     add = parser.add_argument_group("drafts and prompts").add_argument
     names = "|".join(DRAFTERS)
-    add("--drafter", required=True, type=one_of("drafter", DRAFTERS), metavar=names)
-    add("--draft-length", type=whole(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")
+    add("--drafter", required=True, type=choice_type("drafter", DRAFTERS), metavar=names)
+    add("--draft-length", type=whole_type(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")
     add("--tree", metavar="SPEC", help=f"trees instead of chains: {TREE_GRAMMAR}")
     drafting.add_drafter_options(add)
     add(
         "--tasks",
         metavar="NAME_OR_PATH,...",
-        help=f"tasks {'|'.join(NAMES)}, or .jsonl, .json or .txt files of prompts",
+        help=f"tasks ({'|'.join(TASK_NAMES)}), or .jsonl, .json or .txt files of prompts",
     )
     options.add_split(add)
-    add("--limit", type=COUNT, default=8, metavar="N", help="questions per task (default: 8)")
-    options.add_option(add, "max_new_tokens", type=COUNT, metavar="N")
+    add("--limit", type=COUNT_TYPE, default=8, metavar="N", help="questions per task (default: 8)")
+    options.add_option(add, "max_new_tokens", type=COUNT_TYPE, metavar="N")
     models.add_heads(add)
     drafting.add_rule(parser)
     options.add_sampling(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=options.path, required=True, metavar="FILE", help="file to write")
+    add("--out", type=options.parse_path, required=True, metavar="FILE", help="file to write")
     add_record(add)
     parser.set_defaults(tuned=None, schedule=None)
 
@@ -56,27 +56,27 @@ def run(args: argparse.Namespace) -> int:
     chosen, sources = drafting.read_drafting(args)
     options.check_split(args.split, (args.tasks or "").split(","))
     if not args.prompt and args.tasks is None:
-        raise UsageError("no PROMPT; add one or more, or --tasks")
+        raise UsageError("no PROMPT given; give one or more, or --tasks")
     if (args.tree or "").startswith("dynamic"):
-        raise UsageError(f"--tree {args.tree}: a dynamic tree changes in every round; tune a chain or a fixed tree")
+        raise UsageError(f"--tree {args.tree}: a dynamic tree changes in every round; use a chain or a static tree")
     check_output("--out", args.out)
 
     from jaxspec.cli import show
     from jaxspec.core.noise import seed_key
     from jaxspec.core.topology import Topology
     from jaxspec.generation import inputs
-    from jaxspec.tuning.prompt_lengths import fitting
+    from jaxspec.tuning.prompt_lengths import keep_fitting
     from jaxspec.tuning.tune import tune
 
     texts: list[tuple[str, Any]] = [(f"prompt {i}", text) for i, text in enumerate(args.prompt, start=1)]
     for source in args.tasks.split(",") if args.tasks else ():
-        task = load(source, args.limit, args.seed, show.say, args.split)
+        task = load_task(source, args.limit, args.seed, show.say, args.split)
         texts += [(f"{task.name} {question.id}", question.prompt) for question in task.questions]
-    target, chosen = models.load(sources, chosen, args.max_new_tokens, args.chat)
+    target, chosen = models.load_for_drafting(sources, chosen, args.max_new_tokens, args.chat)
     chat = target.chat_template is not None if args.chat is None else args.chat
     prompts = [(name, inputs.encode_prompts(target, [text], chat)[0]) for name, text in texts]
-    prompts = fitting(prompts, args.max_new_tokens, target.lm.context, show.say)
-    with show.Bar("measuring", parts=show.PARTS) as bar:
+    prompts = keep_fitting(prompts, args.max_new_tokens, target.lm.context, show.say)
+    with show.Bar("measuring", parts=show.PROGRESS_LINES) as bar:
         tuned = tune(
             target,
             [ids for _, ids in prompts],
@@ -93,26 +93,28 @@ def run(args: argparse.Namespace) -> int:
         )
     tuned.save(args.out)
     nodes = tuned.tree.shape.nodes if isinstance(tuned.tree, Topology) and not tuned.tree.is_chain else None
-    for line in table(tuned.measured, nodes):
+    for line in format_table(tuned.measured, nodes):
         print(line)
     if "speedups" in tuned.measured:
         chain, static = (tuned.measured["speedups"][shape] for shape in ("chain", "tree"))
         best = "chain" if nodes is None else "tree"
-        show.tell(f"the best chain is {chain:.2f} times plain, the best tree {static:.2f}: the {best} is written")
-    if warning := scarcity(tuned.measured, len(prompts)):
+        show.print_wrapped(
+            f"the best chain is {chain:.2f} times plain, the best tree {static:.2f}: the {best} is written"
+        )
+    if warning := warn_about_few_rounds(tuned.measured, len(prompts)):
         show.say(warning, answer=True)
     show.say(f"written: {args.out}")
     if args.record:
-        show.say(f"written: {write(args.record, 'tune', args.words, dict(tuned.measured))}")
+        show.say(f"written: {write_record(args.record, 'tune', args.words, dict(tuned.measured))}")
     return 0
 
 
-def table(measured: dict, nodes: int | None = None) -> list[str]:
+def format_table(measured: dict, nodes: int | None = None) -> list[str]:
     """Returns the lines of a table with a row per depth, for a tree of `nodes` nodes; None for a chain."""
-    from jaxspec.tuning.tune import by_depth
+    from jaxspec.tuning.tune import interpolate_round_times
 
     timed = {int(depth): [seconds] for depth, seconds in measured["round_s"].items()}
-    every = by_depth(timed, len(measured["speedup_by_depth"]) - 1)
+    every = interpolate_round_times(timed, len(measured["speedup_by_depth"]) - 1)
     accepted = ["", *(f"{share:.0%}" for share in measured["acceptance_by_depth"])]
     shape = "a chain, by its length" if nodes is None else f"a tree of {nodes} nodes, cut at each depth"
     lines = [f"{shape}:", "depth  ms/round  accepted  times plain"]
@@ -122,16 +124,16 @@ def table(measured: dict, nodes: int | None = None) -> list[str]:
         best = "  best" if depth == measured["best_depth"] else ""
         lines.append(f"{depth:5}  {ms:>8}  {accepted[depth]:>8}  {times:>11}{best}")
     if len(timed) < len(every):
-        lines.append("~ was not timed: between the depths beside it")
+        lines.append("~ was not timed, but interpolated between timed depths")
     return lines
 
 
-def scarcity(measured: dict, prompts: int) -> str:
+def warn_about_few_rounds(measured: dict, prompts: int) -> str:
     """Returns a warning if few rounds were timed; an empty string if there were enough."""
     fewest = min(measured["rounds_timed"].values())
-    if fewest >= ENOUGH:
+    if fewest >= MIN_ROUNDS:
         return ""
     return (
-        f"only {plural(fewest, 'round')} of some depths timed on {plural(prompts, 'prompt')}: for figures to rely on, "
-        "use more prompts or a larger --max-new-tokens"
+        f"only {plural(fewest, 'round')} of some depths were timed on {plural(prompts, 'prompt')}; for reliable "
+        "figures, use more prompts or a larger --max-new-tokens"
     )

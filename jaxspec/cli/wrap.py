@@ -13,7 +13,7 @@ _OPENING, _CLOSING = ("Ps", "Pi"), ("Pe", "Pf", "Po")
 _TAB = 8
 
 
-def columns() -> int:
+def terminal_width() -> int:
     """Returns the width of the terminal."""
     return shutil.get_terminal_size().columns
 
@@ -31,7 +31,7 @@ class Wrapper:
     character, but not before closing punctuation. Colours have no width.
     """
 
-    def __init__(self, width: Callable[[], int] = columns):
+    def __init__(self, width: Callable[[], int] = terminal_width):
         """Begins a text; `width` is called for every word, since the size of a terminal may change."""
         self._width = width
         self._column, self._spaces, self._word, self._last = 0, "", "", ""

@@ -29,7 +29,7 @@ from jaxspec.drafters._window import check_tree
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash import DFlashHead
 from jaxspec.heads.dflash_config import DFlashConfig
-from jaxspec.heads.network import check_target, init_cache, module, require_heads
+from jaxspec.heads.network import check_target, init_cache, make_network, require_heads
 from jaxspec.models.layers import look_up
 
 
@@ -148,4 +148,4 @@ class DFlash(TreeDrafter):
         return logits if self.config.draft_vocab_size is not None else logits[..., : self.target.vocab]
 
     def _module(self, params: Params) -> DFlashHead:
-        return module(self.config, params, execution_of(self.target))
+        return make_network(self.config, params, execution_of(self.target))

@@ -23,7 +23,7 @@ from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.drafters._window import as_window, check_tree, put_entries
 from jaxspec.heads.eagle import EagleHead
 from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.network import check_target, init_cache, module, require_heads
+from jaxspec.heads.network import check_target, init_cache, make_network, require_heads
 from jaxspec.models.layers import look_up, matmul
 
 
@@ -139,4 +139,4 @@ class Eagle(TreeDrafter):
         return logits if self.config.draft_vocab_size is not None else logits[..., : self.target.vocab]
 
     def _module(self, params: Params) -> EagleHead:
-        return module(self.config, params, execution_of(self.target))
+        return make_network(self.config, params, execution_of(self.target))

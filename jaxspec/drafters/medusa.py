@@ -23,9 +23,9 @@ from jaxspec.drafters._grow import ReadLevel, grow
 from jaxspec.drafters._level import Level, count_slots
 from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.medusa import normed
+from jaxspec.heads.medusa import normalize_embeddings
 from jaxspec.heads.medusa_config import HeadsConfig
-from jaxspec.heads.network import check_target, module, require_heads
+from jaxspec.heads.network import check_target, make_network, require_heads
 from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.packed import Packed, pack_param, take_rows
 from jaxspec.models.transformer import TransformerLM
@@ -115,7 +115,7 @@ class Medusa(TreeDrafter):
         config, depth = self.config, self.shape.depth
 
         def compute() -> Float[Array, "B D R"]:
-            heads, hidden = module(config, params["heads"]), state.feature[:, None]
+            heads, hidden = make_network(config, params["heads"]), state.feature[:, None]
             features = [heads.features(head, hidden) for head in range(depth)]
             if config.projection == "own":
                 return jnp.concatenate([self._project(params, context, i, a) for i, a in enumerate(features)], axis=1)
@@ -135,10 +135,10 @@ class Medusa(TreeDrafter):
         The carry holds the tokens of each node's path, or the hidden state after it if the heads are recurrent.
         """
         batch, slots = state.feature.shape[0], count_slots(self.tree)
-        heads, table = module(self.config, params["heads"]), self.target.embedding(context.params)  # pyright: ignore
+        heads, table = make_network(self.config, params["heads"]), self.target.embedding(context.params)  # pyright: ignore
 
         def embed(tokens: Int[Array, "B n"]) -> Float[Array, "B n E"]:
-            return normed(look_up(table, tokens))
+            return normalize_embeddings(look_up(table, tokens))
 
         def read_path(level: Level, paths: Int[Array, "B S D"]) -> tuple[Array, Array]:
             depth, tokens = int(level.depth), level.tokens
@@ -148,7 +148,7 @@ class Medusa(TreeDrafter):
             return self._project(params, context, depth, features), level.put(paths, path)
 
         def read_hidden(level: Level, states: Float[Array, "B S E"]) -> tuple[Array, Array]:
-            hidden = heads.after(level.of_parents(states), embed(level.tokens))
+            hidden = heads.next_feature(level.of_parents(states), embed(level.tokens))
             return self._project(params, context, int(level.depth), hidden), level.put(states, hidden)
 
         if self.config.inputs == "recurrent":
@@ -158,7 +158,7 @@ class Medusa(TreeDrafter):
     def _project(self, params: Params, context: Context, head: int, features: Float[Array, "B n E"]) -> Array:
         """Returns the logits of a head, `[B, n, R]`."""
         if self.config.num_projections:
-            return module(self.config, params["heads"]).logits(head, features)[..., : self._width]
+            return make_network(self.config, params["heads"]).logits(head, features)[..., : self._width]
         if "rows" in params:
             return matmul(features, params["rows"], transposed=True)
         return self.target.head(context.params, features)

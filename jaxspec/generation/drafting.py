@@ -36,7 +36,7 @@ from jaxspec.models.sharding import follow_platform
 from jaxspec.registry import DRAFTER, SCHEDULES, find
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.best_width import BestWidth
-from jaxspec.storage.reading import check_path, read_json
+from jaxspec.storage.reading import check_path, read_json_file
 
 DRAFTING_VERSION = 3
 _FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
@@ -231,7 +231,7 @@ class Drafting(DraftingOptions):
         Raises:
             TuningError: the file is malformed or of an unsupported version; the message names the file.
         """
-        record = read_json(check_path(path, "the file of jaxspec tune"), TuningError)
+        record = read_json_file(check_path(path, "the file of jaxspec tune"), TuningError)
         try:
             return cls._parse(record)
         except JaxspecError as error:

@@ -9,7 +9,7 @@ from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.networks import TypedTarget
 from jaxspec.heads.files import load_heads
-from jaxspec.heads.find import shipped_heads
+from jaxspec.heads.find import find_shipped_heads
 from jaxspec.models.model import Model
 from jaxspec.models.packed import is_quantized
 
@@ -22,7 +22,7 @@ def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
     if preset is None:
         return inputs
     loaded = _LOADED.setdefault(inputs.target, {})
-    if inputs.heads is None and (folder := shipped_heads(preset.name, drafter)):
+    if inputs.heads is None and (folder := find_shipped_heads(preset.name, drafter)):
         if drafter not in loaded:
             loaded[drafter] = load_heads(folder, target=inputs.target)
         return dataclasses.replace(inputs, heads=loaded[drafter])

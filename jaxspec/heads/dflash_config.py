@@ -11,11 +11,11 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.heads.sizes import TappedSizes
 from jaxspec.models.config import ModelConfig
 
-MARKOV = ("vanilla", "gated", "rnn")
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
 """The kinds of Markov heads."""
 
 
-def default_taps(depth: int, count: int) -> tuple[int, ...]:
+def default_dflash_taps(depth: int, count: int) -> tuple[int, ...]:
     """Returns the `count` taps that DFlash heads read by default from a target of `depth` layers.
 
     The taps are evenly spaced from the state after layer 2 to the state after layer `depth - 2`. A single tap is in the
@@ -45,7 +45,7 @@ class DFlashConfig(TappedSizes):
             see all rows.
         target_size: the width of the target's features; None for `hidden_size`.
         taps: the taps of the target that the head reads (`jaxspec.core.networks.TappedTarget`); None for the
-            `default_taps` of the target, one for each layer of the head.
+            `default_dflash_taps` of the target, one for each layer of the head.
         markov: the kind of Markov head, which corrects the logits of a row depending on the tokens before the row. A
             "vanilla" head reads the token before the row, a "gated" head also reads the state of the row, and a "rnn"
             head reads all tokens of the block before the row. None for no Markov head.
@@ -75,7 +75,7 @@ class DFlashConfig(TappedSizes):
     causal: tuple[bool, ...] = ()
     target_size: int | None = None
     taps: tuple[int, ...] | None = None
-    markov: str | None = setting(None, MARKOV)
+    markov: str | None = setting(None, MARKOV_KINDS)
     markov_rank: int = setting(0, least=0)
     confidence: bool = False
     confidence_reads_token: bool = False
@@ -98,29 +98,35 @@ class DFlashConfig(TappedSizes):
         whole("conv_group", self.conv_group, 0, self.hidden_size)
         whole("selector_top", self.selector_top, 0, self.vocab_size)
         if self.taps == ():
-            raise InvalidConfig("a DFlash head reads at least one tap of the target")
+            raise InvalidConfig("taps is empty, but a DFlash head reads at least one tap of the target")
         layers = self.decoder.num_layers
         if not isinstance(self.causal, tuple) or not all(isinstance(flag, bool) for flag in self.causal):
             raise InvalidConfig(f"causal must be true or false for each layer, got {self.causal!r:.80}")
         if len(self.causal) not in (0, layers):
             raise InvalidConfig(f"causal must have {layers} entries, one for each layer, or none")
         if (self.markov is None) != (self.markov_rank == 0):
-            raise InvalidConfig(f"a head with markov {self.markov!r} cannot have markov_rank {self.markov_rank}")
+            raise InvalidConfig(
+                f"set both markov and markov_rank, or neither; got {self.markov!r} and {self.markov_rank}"
+            )
         if self.confidence_reads_token and not (self.confidence and self.markov):
             raise InvalidConfig("confidence_reads_token needs a confidence head and a Markov head")
         if not self.conv_size == self.conv_group == 0 and not (
             self.conv_size and self.conv_group and self.hidden_size % self.conv_group == 0
         ):
             raise InvalidConfig(
-                f"a head of width {self.hidden_size} cannot have convolutions of {self.conv_size} rows and groups of "
-                f"{self.conv_group}"
+                f"conv_size {self.conv_size} and conv_group {self.conv_group} must both be 0 or both be positive, and "
+                f"conv_group must divide the width {self.hidden_size}"
             )
         if (self.selector_rank == 0) != (self.selector_top == 0):
-            raise InvalidConfig(f"a selector of rank {self.selector_rank} cannot choose of {self.selector_top} tokens")
+            raise InvalidConfig(
+                f"selector_rank {self.selector_rank} and selector_top {self.selector_top} must both be 0 or positive"
+            )
         if self.selector_rank and (self.markov or self.confidence or self.draft_vocab_size is not None):
             raise InvalidConfig("a head with a selector has no Markov head, confidence head or reduced vocabulary")
         if self.decoder.window_rope is not None:
-            raise InvalidConfig("the layers of a DFlash head have the same rotary positions")
+            raise InvalidConfig(
+                "decoder has a window_rope, but all layers of a DFlash head have the same rotary positions"
+            )
 
     @property
     def max_depth(self) -> int:
@@ -158,7 +164,7 @@ class DFlashConfig(TappedSizes):
 
     def taps_of(self, depth: int) -> tuple[int, ...]:
         """Returns the taps of a target of `depth` layers that the head reads."""
-        return default_taps(depth, self.decoder.num_layers) if self.taps is None else self.taps
+        return default_dflash_taps(depth, self.decoder.num_layers) if self.taps is None else self.taps
 
     def is_causal(self, layer: int) -> bool:
         """Returns whether the rows of a block see only themselves and the rows before them in this layer."""

@@ -24,7 +24,7 @@ from jaxspec.heads.layered import (
 )
 
 _LAYERS = "layers.{}."
-SLIDING = "sliding_attention"
+SLIDING_ATTENTION = "sliding_attention"
 """The type of a layer with sliding-window attention in config.json."""
 TENSOR_NAMES = layer_names(_LAYERS) | {
     "fc": ("fc.weight",),
@@ -50,7 +50,7 @@ def mix_names(markov: str) -> dict[str, tuple[str, ...]]:
     return {"markov_mix": (f"{name}.weight",), "markov_mix_bias": (f"{name}.bias",)}
 
 
-def second_settings(config: DFlashConfig) -> dict[str, int]:
+def dflash2_settings(config: DFlashConfig) -> dict[str, int]:
     """Returns the entries of config.json about the convolutions and the selector of DFlash 2."""
     return {
         "conv_kernel_size": config.conv_size,
@@ -119,10 +119,12 @@ class DFlashReader(LayerReader):
         if self._layout.nested and (not isinstance(kind, str) or kind not in SPECULATORS_KINDS):
             raise CheckpointError(f"{self._where}: speculators_model_type is {kind!r:.40}, expected dflash or dspark")
         for key, value in NEUTRAL_ENTRIES.items():
-            if (said := self._more.get(key, self._entries.get(key, value))) != value:
-                raise CheckpointError(f"{self._where}: config.json says {key} {said!r:.40}, which is not understood")
+            if (stated := self._more.get(key, self._entries.get(key, value))) != value:
+                raise CheckpointError(
+                    f"{self._where}: config.json says {key} {stated!r:.40}, which is not supported; expected {value!r}"
+                )
         if not self._has_theta():
-            raise CheckpointError(f"{self._where}: config.json does not say rope_theta")
+            raise CheckpointError(f"{self._where}: config.json does not state rope_theta; add it")
 
     def _from_anchor(self) -> bool:
         if "sample_from_anchor" in self._more:
@@ -131,8 +133,8 @@ class DFlashReader(LayerReader):
             return SPECULATORS_KINDS[self._settings["speculators_model_type"]]
         if "dflash_config" in self._settings and "markov_head.markov_w1.weight" in self._shapes:
             raise CheckpointError(
-                f"{self._where}: config.json does not say sample_from_anchor: whether the first row of a block names "
-                "a token, as in DeepSpec's files, or none, as in DFlash's"
+                f"{self._where}: config.json does not state sample_from_anchor; add it: true if the first row of a "
+                "block guesses a token (as in files of DeepSpec), false if it does not (as in files of DFlash)"
             )
         return "dflash_config" not in self._settings
 
@@ -140,14 +142,14 @@ class DFlashReader(LayerReader):
         layers, types = self._count_layers(), self._entries.get("layer_types")
         if types is None:
             if self._entries.get("use_sliding_window", False) is not False:
-                raise CheckpointError(f"{self._where}: config.json says use_sliding_window, and no layer_types")
+                raise CheckpointError(f"{self._where}: config.json says use_sliding_window, but has no layer_types")
             return (False,) * layers
-        known = ("full_attention", SLIDING)
+        known = ("full_attention", SLIDING_ATTENTION)
         if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
             raise CheckpointError(
                 f"{self._where}: layer_types is {types!r:.80}, expected {' or '.join(known)} for {layers} layers each"
             )
-        return tuple(kind == SLIDING for kind in types)
+        return tuple(kind == SLIDING_ATTENTION for kind in types)
 
     def _window(self) -> int:
         value = self._more.get("swa_window_size", self._entries.get("sliding_window"))
@@ -168,46 +170,46 @@ class DFlashReader(LayerReader):
     def _small_heads(self, hidden: int) -> dict[str, Any]:
         """Returns the sizes of the Markov head and of the confidence head."""
         has = self._shapes.__contains__
-        found: dict[str, Any] = {}
-        said: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": has("confidence_head.proj.weight")}
+        sizes: dict[str, Any] = {}
+        expected: dict[str, Any] = {"markov_rank": 0, "enable_confidence_head": has("confidence_head.proj.weight")}
         if has("markov_head.markov_w1.weight"):
             kind = "gated" if has("markov_head.gate_proj.weight") else "vanilla"
             kind = "rnn" if has("markov_head.joint_proj.weight") else kind
-            found |= {"markov": kind, "markov_rank": self._matrix("markov_head.markov_w1.weight")[1]}
-            said |= {"markov_rank": found["markov_rank"], "markov_head_type": kind}
+            sizes |= {"markov": kind, "markov_rank": self._matrix("markov_head.markov_w1.weight")[1]}
+            expected |= {"markov_rank": sizes["markov_rank"], "markov_head_type": kind}
         if has("confidence_head.proj.weight"):
             reads_token = self._matrix("confidence_head.proj.weight")[1] != hidden
-            found |= {"confidence": True, "confidence_reads_token": reads_token}
-            said["confidence_head_with_markov"] = reads_token
-        for key, value in said.items():
+            sizes |= {"confidence": True, "confidence_reads_token": reads_token}
+            expected["confidence_head_with_markov"] = reads_token
+        for key, value in expected.items():
             if key in self._more and self._more[key] != value:
                 raise CheckpointError(
-                    f"{self._where}: config.json says {key} {self._more[key]!r:.40}, the tensors {value!r}"
+                    f"{self._where}: config.json says {key} {self._more[key]!r:.40}, but the tensors say {value!r}"
                 )
-        return found
+        return sizes
 
     def _second(self, hidden: int) -> dict[str, Any]:
         """Returns the sizes of the convolutions and of the selector of DFlash 2."""
-        found: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         first = f"{_LAYERS.format(0)}attention_conv."
         if (base := self._shapes.get(f"{first}base_kernel")) is not None:
             rows = self._matrix(f"{first}kernel_projection.weight")[0]
             if len(base) != 3 or base[0] != 2 or 0 in base or rows % (2 * base[1]) or hidden % (rows // (2 * base[1])):
                 raise CheckpointError(
-                    f"{self._where}: {first}base_kernel has shape {list(base)} and its kernel_projection {rows} rows, "
-                    f"expected [2, rows, {hidden}] and kernels for groups of channels"
+                    f"{self._where}: {first}base_kernel has shape {list(base)}, and {first}kernel_projection has "
+                    f"{rows} rows; expected [2, rows, {hidden}], and 2 * rows for each group of channels"
                 )
-            found |= {"conv_size": base[1], "conv_group": hidden // (rows // (2 * base[1]))}
+            sizes |= {"conv_size": base[1], "conv_group": hidden // (rows // (2 * base[1]))}
         if "candidate_selector.hidden_projection.weight" in self._shapes:
             rank = self._matrix("candidate_selector.hidden_projection.weight")[0]
-            found |= {"selector_rank": rank, "selector_top": self._stated("selector_top_k")}
+            sizes |= {"selector_rank": rank, "selector_top": self._stated("selector_top_k")}
         keys = {"conv_size": "conv_kernel_size", "conv_group": "conv_group_size", "selector_rank": "selector_rank"}
         for ours, key in keys.items():
-            if key in self._more and self._more[key] != found.get(ours, 0):
+            if key in self._more and self._more[key] != (size := sizes.get(ours, 0)):
                 raise CheckpointError(
-                    f"{self._where}: config.json says {key} {self._more[key]!r:.40}, the tensors {found.get(ours, 0)}"
+                    f"{self._where}: config.json says {key} {self._more[key]!r:.40}, but the tensors say {size}"
                 )
-        return found
+        return sizes
 
     def _stated(self, key: str) -> int:
         value = self._more.get(key)
@@ -229,11 +231,11 @@ class DFlashKind(LayeredKind):
 
     def obstacle(self, config: DFlashConfig, layout: LayerLayout) -> str | None:
         if not config.decoder.qk_norm:
-            return f"the layout {layout.name} has norms of queries and keys, this head has none"
+            return f"the layout {layout.name} has norms of queries and keys, but this head has none"
         if (reason := super().obstacle(config, layout)) is not None:
             return reason
         if config.is_second and (layout.nested or not (config.conv_size and config.selector_rank)):
-            return f"the layout {layout.name} has no place for the convolutions or the selector of this DFlash 2 head"
+            return f"the layout {layout.name} cannot hold the convolutions or the selector of this DFlash 2 head"
         if layout.nested:
             windows = [config.decoder.window_of(layer) is not None for layer in range(config.decoder.num_layers)]
             if any(config.causal) and list(config.causal) != windows:
@@ -242,11 +244,11 @@ class DFlashKind(LayeredKind):
                 )
             return None
         if config.markov or config.confidence:
-            return f"the layout {layout.name} has no place for the heads of DSpark"
+            return f"the layout {layout.name} cannot hold the Markov head and the confidence head of DSpark"
         if config.from_anchor:
             return f"in the layout {layout.name} the first row of a block does not predict a token"
         if config.own_embedding or config.own_projection or config.draft_vocab_size is not None:
-            return f"the layout {layout.name} shares the target's embedding and projection, this head has its own"
+            return f"the layout {layout.name} shares the target's embedding and projection, but this head has its own"
         if len(set(config.causal)) > 1:
             return f"the layout {layout.name} has causal blocks in all layers or in none"
         return None
@@ -260,21 +262,21 @@ class DFlashKind(LayeredKind):
         d = config.decoder
         windows = [d.window_of(layer) is not None for layer in range(d.num_layers)]
         layer = layer_settings(d) | {
-            "layer_types": [SLIDING if window else "full_attention" for window in windows],
+            "layer_types": [SLIDING_ATTENTION if window else "full_attention" for window in windows],
             "use_sliding_window": any(windows),
             "sliding_window": d.window if any(windows) else None,
         }
         if config.taps is None and depth is None:
             raise InvalidConfig(
-                f"the layout {layout.name} states the taps, and this head has the default ones of its target; give the "
-                "target (target=..., or --target)"
+                f"the layout {layout.name} states the taps, but this head reads the default taps of its target; give "
+                "the target (target=..., or --target)"
             )
         ids = [tap - layout.first_tap for tap in config.taps_of(depth or 0)]
         if not layout.nested:
             switches = {"mask_token_id": config.mask_token, layout.taps_key: ids, "causal": config.is_causal(0)}
             own: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size}
             if config.is_second:
-                switches |= {"block_size": own.pop("block_size")} | second_settings(config)
+                switches |= {"block_size": own.pop("block_size")} | dflash2_settings(config)
                 own |= {"architectures": ["DFlash2DraftModel"]}
             return layer | own | {"dflash_config": switches} | base_entry(base)
         switches = {

@@ -10,7 +10,7 @@ from jaxspec.heads.sizes import TappedSizes
 from jaxspec.models.config import ModelConfig
 
 
-def default_taps(depth: int) -> tuple[int, int, int]:
+def default_eagle_taps(depth: int) -> tuple[int, int, int]:
     """Returns the taps that EAGLE-3 heads read by default from a target of `depth` layers: 2, depth / 2, depth - 3."""
     low, middle, high = sorted(min(max(tap, 1), depth) for tap in (2, depth // 2, depth - 3))
     return low, middle, high
@@ -26,7 +26,7 @@ class EagleConfig(TappedSizes):
         version: 1 for EAGLE-1 and EAGLE-2, which differ only in their trees; 3 for EAGLE-3 and EAGLE-3.1.
         target_size: the width of the target's features; None for `hidden_size`.
         taps: the taps of the target that an EAGLE-3 head reads (`jaxspec.core.networks.TappedTarget`); None for the
-            `default_taps` of the target.
+            `default_eagle_taps` of the target.
         draft_vocab_size: the number of tokens that can be guessed; their ids are among the parameters. None: all
             tokens of the vocabulary.
         fc_bias: whether the input projection has a bias.
@@ -67,11 +67,11 @@ class EagleConfig(TappedSizes):
                 "vocabulary of its own"
             )
         if self.version == 3 and self.taps == ():
-            raise InvalidConfig("an EAGLE-3 head reads at least one tap of the target")
+            raise InvalidConfig("taps is empty, but an EAGLE-3 head reads at least one tap of the target")
         if self.fc_norm and self.norm_before_fc:
             raise InvalidConfig("fc_norm and norm_before_fc cannot both be true")
         if self.decoder.window is not None:
-            raise InvalidConfig("an EAGLE head has no sliding-window attention")
+            raise InvalidConfig("decoder has a window, but an EAGLE head has no sliding-window attention")
 
     @property
     def _switches(self) -> tuple[bool, ...]:
@@ -98,7 +98,7 @@ class EagleConfig(TappedSizes):
         """Returns the taps of a target of `depth` layers that the head reads; none with EAGLE-1."""
         if self.version == 1:
             return ()
-        return default_taps(depth) if self.taps is None else self.taps
+        return default_eagle_taps(depth) if self.taps is None else self.taps
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of a layer's parameters: `ModelConfig.block_shapes`, except in the first layer."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.heads.eagle_config import EagleConfig, default_taps
+from jaxspec.heads.eagle_config import EagleConfig, default_eagle_taps
 from jaxspec.heads.layered import (
     LayeredKind,
     LayerLayout,
@@ -17,7 +17,7 @@ from jaxspec.heads.layered import (
     speculators_settings,
 )
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 """The key of config.json that states the taps."""
 DEFAULT_THETA = 10000.0
 """The base of rotary positions if config.json has none."""
@@ -39,11 +39,11 @@ class EagleLayout(LayerLayout):
 
     Attributes:
         version: the `version` of `EagleConfig` that the heads have.
-        counts_outputs: True if `LAYER_IDS` may count the outputs of layers instead of their inputs.
+        counts_outputs: True if `LAYER_IDS_KEY` may count the outputs of layers instead of their inputs.
     """
 
     drafter: str = EagleConfig.drafter
-    taps_key: str = LAYER_IDS
+    taps_key: str = LAYER_IDS_KEY
     version: int
     counts_outputs: bool = False
 
@@ -74,7 +74,7 @@ class EagleReader(LayerReader):
     def _eagle3(self, hidden: int, drafted: int | None) -> dict[str, Any]:
         norms = sum(re.fullmatch(r"fc_norm\.\d{1,4}\.weight", name) is not None for name in self._shapes)
         more: dict[str, Any] = {
-            "taps": self._taps(self._count_taps(hidden), len(default_taps(1))),
+            "taps": self._taps(self._count_taps(hidden), len(default_eagle_taps(1))),
             "target_size": self._target_size(hidden),
             "fc_norm": norms > 0,
             "norm_before_fc": "input_norm.weight" in self._shapes,
@@ -86,23 +86,22 @@ class EagleReader(LayerReader):
         for key in ("fc_norm", "norm_before_fc"):
             if key in self._more and self._flag(key) != more[key]:
                 raise CheckpointError(
-                    f"{self._where}: config.json says {key} {self._more[key]}, the file "
+                    f"{self._where}: config.json says {key} {self._more[key]}, but the file "
                     f"{'has' if more[key] else 'lacks'} its tensors"
                 )
         if self._layout.nested and "norm_before_residual" not in self._more:
             raise CheckpointError(
-                f"{self._where}: config.json does not say norm_before_residual, which vLLM takes as true and "
-                "speculators as false; write it"
+                f"{self._where}: config.json does not state norm_before_residual, whose default is true in "
+                "vLLM and false in speculators; add it"
             )
         if self._flag("tie_word_embeddings") and self.rows is not None:
             self.notes.append(
-                "config.json ties the projection to the embedding, and the file has another, which is used; some "
-                "systems replace it"
+                "config.json ties the projection to the embedding, but the file has a projection of its own; jaxspec "
+                "uses the file's projection, and some systems use the embedding"
             )
         if more["norm_output"] and not self._layout.nested:
             self.notes.append(
-                "config.json says norm_output; heads that SpecForge trained before September 2026 say so too, and are "
-                "to be served without (write false)"
+                "config.json says norm_output; if SpecForge trained this head before September 2026, change it to false"
             )
         return more
 
@@ -113,16 +112,16 @@ class EagleReader(LayerReader):
         if taps[0] == 1:  # as SGLang does
             return tuple(tap + 1 for tap in taps)
         self.notes.append(
-            f"config.json says {LAYER_IDS} {list(taps)}, read as the layers before which the head taps; if it counts "
-            f"their outputs, as SpecForge does, set the option taps of the drafter to {[tap + 1 for tap in taps]}"
+            f"config.json says {LAYER_IDS_KEY} {list(taps)}, read as the layers whose inputs the head reads; if it "
+            f"means their outputs, as in SpecForge, set the drafter's option taps to {[tap + 1 for tap in taps]}"
         )
         return taps
 
     def _rope(self, width: int) -> Any:
         if not self._has_theta():
             self.notes.append(
-                f"config.json has no rope_theta; {DEFAULT_THETA:.0f} is used, as by EAGLE's own code. If fewer tokens "
-                "are accepted than published, try the target's by the option rope_theta of the drafter"
+                f"config.json has no rope_theta; {DEFAULT_THETA:.0f} is used, as in EAGLE's own code. If fewer tokens "
+                "are accepted than published, set the drafter's option rope_theta to the target's value"
             )
         return super()._rope(width)
 
@@ -136,7 +135,8 @@ class EagleKind(LayeredKind):
     def obstacle(self, config: EagleConfig, layout: EagleLayout) -> str | None:
         if config.version != layout.version:
             return (
-                f"the layout {layout.name} is for EAGLE-{layout.version} heads, this is an EAGLE-{config.version} head"
+                f"the layout {layout.name} is for EAGLE-{layout.version} heads, but this is an EAGLE-{config.version} "
+                "head"
             )
         if (reason := super().obstacle(config, layout)) is not None:
             return reason
@@ -145,7 +145,7 @@ class EagleKind(LayeredKind):
         if config.norm_before_residual and not layout.nested:
             return f"SGLang and TensorRT-LLM read the layout {layout.name} without norm_before_residual"
         if config.fc_bias and layout.nested:
-            return f"the layout {layout.name} has no bias of the input projection"
+            return f"the layout {layout.name} cannot hold the bias of the input projection"
         return None
 
     def sizes_in(self, config: EagleConfig, layout: EagleLayout) -> EagleConfig:
@@ -165,12 +165,12 @@ class EagleKind(LayeredKind):
             "fc_norm": config.fc_norm,
             "norm_output": config.norm_output,
         }
-        default = config.taps is None or (depth is not None and config.taps == default_taps(depth))
+        default = config.taps is None or (depth is not None and config.taps == default_eagle_taps(depth))
         taps = None if default else list(config.taps or ())
         if layout.nested:
-            return switches | {LAYER_IDS: taps} | speculators_settings("Eagle3", layer, 5, base)
+            return switches | {LAYER_IDS_KEY: taps} | speculators_settings("Eagle3", layer, 5, base)
         if taps is not None:
-            switches[LAYER_IDS] = taps
+            switches[LAYER_IDS_KEY] = taps
         if config.target_size is None:
             del switches["target_hidden_size"]
         return layer | {"architectures": ["LlamaForCausalLMEagle3"], "bias": False} | switches | base_entry(base)

@@ -9,11 +9,11 @@ from jaxtyping import Array, Int
 
 from jaxspec.core.networks import TappedTarget, need_members
 from jaxspec.errors import InvalidConfig, UnknownName, shown
-from jaxspec.heads.files import write
-from jaxspec.heads.kinds import CONFIG, Layout, kind_of
-from jaxspec.heads.layouts import EXPORTED, LAYOUTS
+from jaxspec.heads.files import write_head_files
+from jaxspec.heads.kinds import CONFIG_JSON, Layout, kind_of
+from jaxspec.heads.layouts import EXPORT_LAYOUTS, LAYOUTS
 from jaxspec.heads.network import DraftHeads, check_heads, check_target, flatten
-from jaxspec.heads.serving import check_layout, layouts_for, served_by
+from jaxspec.heads.serving import check_layout, describe_serving, list_layouts
 from jaxspec.heads.sizes import HeadSizes
 from jaxspec.models.model import Model
 from jaxspec.models.packed import Matrix
@@ -54,12 +54,12 @@ def export_heads(
     """
     check_heads(heads)
     if layout is None:
-        possible = [name for name in EXPORTED if LAYOUTS[name].drafter == heads.config.drafter]
+        possible = [name for name in EXPORT_LAYOUTS if LAYOUTS[name].drafter == heads.config.drafter]
         if not possible:
-            raise InvalidConfig(served_by(heads.config))
-        layout = [*layouts_for(heads.config), *possible][0]
-    if not isinstance(layout, str) or layout not in EXPORTED:
-        raise UnknownName("layout", layout, EXPORTED)
+            raise InvalidConfig(describe_serving(heads.config))
+        layout = [*list_layouts(heads.config), *possible][0]
+    if not isinstance(layout, str) or layout not in EXPORT_LAYOUTS:
+        raise UnknownName("layout", layout, EXPORT_LAYOUTS)
     config, row = heads.config, LAYOUTS[layout]
     check_layout(config, row)
     if base is not None and not isinstance(base, str):
@@ -77,7 +77,7 @@ def export_heads(
         table = _copy_projection(heads.config, row, target, params.get("tokens")) if first is None else first
         params |= dict.fromkeys(missing, table)
     settings = kind.config_json(config, row, base, depth)
-    return write(directory, row.files[0], kind.tensors(config, params, row), CONFIG, settings)
+    return write_head_files(directory, row.files[0], kind.tensors(config, params, row), CONFIG_JSON, settings)
 
 
 def _copy_projection(config: HeadSizes, layout: Layout, target: Any, ids: Any) -> Any:
@@ -89,9 +89,9 @@ def _copy_projection(config: HeadSizes, layout: Layout, target: Any, ids: Any) -
     if target is not None:
         return projection_of(target, ids)
     kind = kind_of(config)
-    others = [name for name in layouts_for(config) if kind.sizes_in(config, LAYOUTS[name]) == config]
+    others = [name for name in list_layouts(config) if kind.sizes_in(config, LAYOUTS[name]) == config]
     raise InvalidConfig(
-        f"the layout {layout.name} holds a projection, and these heads share the target's; give the target "
+        f"the layout {layout.name} holds a projection, but these heads share the target's; give the target "
         "(target=..., or --target) for a copy of it" + (f", or use the layout {' or '.join(others)}" if others else "")
     )
 

@@ -20,11 +20,11 @@ from jaxspec.core.checks import check_arguments, flag, one_of
 from jaxspec.core.topology import Topology
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.heads.copies import share_tables
-from jaxspec.heads.find import MANIFEST, TENSORS
-from jaxspec.heads.headers import FIRST_KIND, VERSION, open_heads
+from jaxspec.heads.find import HEADS_MANIFEST, HEADS_TENSORS
+from jaxspec.heads.headers import FIRST_KIND, LAYOUT_VERSION, open_heads
 from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
 from jaxspec.models.model import Model
-from jaxspec.storage.reading import check_path, read_json
+from jaxspec.storage.reading import check_path, read_json_file
 from jaxspec.storage.writing import full, is_full, reason, write_whole
 
 
@@ -61,18 +61,18 @@ def load_heads(
     if target is not None and not isinstance(target, Model):
         raise InvalidConfig(f"target must be a Model, as jaxspec.load returns it; got {shown(target)}")
     dtype = None if dtype is None else one_of("dtype", dtype, tuple(FLOAT_DTYPES))
-    found = open_heads(source, allow_pickle=allow_pickle)
-    config = found.config(target)
+    opened = open_heads(source, allow_pickle=allow_pickle)
+    config = opened.config(target)
     params = {}
-    for name, reader in found.readers.items():
+    for name, reader in opened.readers.items():
         array = reader()
         if dtype is not None and name != "tokens":
             array = array.astype(FLOAT_DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
         params[name] = jnp.asarray(array)
     if target is not None:
         config, params = share_tables(config, params, target)
-    name = found.path.name if found.path.is_dir() else found.path.parent.name
-    return DraftHeads(config, unflatten(params), found.tree, name, found.notes)
+    name = opened.path.name if opened.path.is_dir() else opened.path.parent.name
+    return DraftHeads(config, unflatten(params), opened.tree, name, opened.notes)
 
 
 def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
@@ -83,10 +83,15 @@ def save_heads(heads: DraftHeads, directory: str | os.PathLike) -> pathlib.Path:
     """
     check_heads(heads)
     tree = None if heads.tree is None else heads.tree.parents
-    manifest = {"format": "jaxspec-heads", "version": VERSION, "config": dataclasses.asdict(heads.config), "tree": tree}
+    manifest = {
+        "format": "jaxspec-heads",
+        "version": LAYOUT_VERSION,
+        "config": dataclasses.asdict(heads.config),
+        "tree": tree,
+    }
     if heads.config.drafter != FIRST_KIND:
         manifest["kind"] = heads.config.drafter
-    return write(directory, TENSORS, flatten(heads.params), MANIFEST, manifest)
+    return write_head_files(directory, HEADS_TENSORS, flatten(heads.params), HEADS_MANIFEST, manifest)
 
 
 def set_tree(directory: str | os.PathLike, tree: Topology | None) -> None:
@@ -96,33 +101,33 @@ def set_tree(directory: str | os.PathLike, tree: Topology | None) -> None:
         CheckpointError: the directory holds no such heads.
         StorageError: the file cannot be written; it is then unchanged.
     """
-    path = check_path(directory, "the directory of heads") / MANIFEST
-    manifest = read_json(path) | {"tree": None if tree is None else tree.parents}
+    path = check_path(directory, "the directory of heads") / HEADS_MANIFEST
+    manifest = read_json_file(path) | {"tree": None if tree is None else tree.parents}
     text = json.dumps(manifest, indent=1) + "\n"
     write_whole(path, lambda file: file.write(text.encode()))
 
 
-def write(
+def write_head_files(
     directory: str | os.PathLike, file: str, tensors: Mapping[str, Any], manifest: str, settings: Mapping[str, Any]
 ) -> pathlib.Path:
     """Writes the tensors, then the settings, each under a temporary name first; returns the directory's path."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    place = check_path(directory, "the directory of heads")
+    path = check_path(directory, "the directory of heads")
     for name in (manifest, file):
-        if (place / name).exists():
-            raise CheckpointError(f"{place}: has a {name} already; name another directory")
+        if (path / name).exists():
+            raise CheckpointError(f"{path}: already has a {name}; choose another directory")
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        part = place / f".{file}"
+        path.mkdir(parents=True, exist_ok=True)
+        part = path / f".{file}"
         save_file({name: np.ascontiguousarray(leaf) for name, leaf in tensors.items()}, part)
-        os.replace(part, place / file)
-        part = place / f".{manifest}"
+        os.replace(part, path / file)
+        part = path / f".{manifest}"
         part.write_text(json.dumps(settings, indent=1) + "\n")
-        os.replace(part, place / manifest)
+        os.replace(part, path / manifest)
     except OSError as error:
-        raise CheckpointError(f"{place}: cannot be written: {reason(error, place)}") from None
+        raise CheckpointError(f"{path}: cannot be written: {reason(error, path)}") from None
     except SafetensorError as error:
-        raise CheckpointError(f"{place}: cannot be written: {full(place) if is_full(error) else error}") from None
-    return place
+        raise CheckpointError(f"{path}: cannot be written: {full(path) if is_full(error) else error}") from None
+    return path

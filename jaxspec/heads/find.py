@@ -9,29 +9,31 @@ from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import find_source
 from jaxspec.errors import CheckpointError, UnknownName
-from jaxspec.heads.kinds import PICKLES
-from jaxspec.heads.layouts import FILES, LAYOUTS, TORCH, recognise
+from jaxspec.heads.kinds import PICKLE_SUFFIXES
+from jaxspec.heads.layouts import HEAD_FILES, LAYOUTS, TORCH_FILE, recognise_layout
 
-OURS, MANIFEST, TENSORS = "jaxspec", "heads.json", "heads.safetensors"
+OWN_LAYOUT, HEADS_MANIFEST, HEADS_TENSORS = "jaxspec", "heads.json", "heads.safetensors"
 """The name and the two files of jaxspec's own layout."""
-PICKLE = "pickle"
+PICKLE_LAYOUT = "pickle"
 """The result of `find_layout` for a pickle file that `torch.save` wrote. Such a file is not opened."""
-SHIPPED = pathlib.Path(__file__).parent / "shipped"
+SHIPPED_FOLDER = pathlib.Path(__file__).parent / "shipped"
 """The heads that come with this package, in directories PRESET/DRAFTER."""
 
 
-def shipped_heads(preset: str, drafter: str) -> pathlib.Path | None:
+def find_shipped_heads(preset: str, drafter: str) -> pathlib.Path | None:
     """Returns the directory of a preset's heads for a drafter; None if this package has no such heads."""
-    place = SHIPPED / preset / drafter
-    return place if preset in PRESETS and (place / MANIFEST).exists() else None
+    path = SHIPPED_FOLDER / preset / drafter
+    return path if preset in PRESETS and (path / HEADS_MANIFEST).exists() else None
 
 
-def every_shipped() -> list[str]:
+def list_shipped_heads() -> list[str]:
     """Returns the names PRESET/DRAFTER of all heads that come with this package."""
-    return sorted(path.parent.relative_to(SHIPPED).as_posix() for path in SHIPPED.glob(f"*/*/{MANIFEST}"))
+    return sorted(
+        path.parent.relative_to(SHIPPED_FOLDER).as_posix() for path in SHIPPED_FOLDER.glob(f"*/*/{HEADS_MANIFEST}")
+    )
 
 
-def named_heads(source: Any) -> pathlib.Path | None:
+def find_named_heads(source: Any) -> pathlib.Path | None:
     """Returns the directory of heads that come with this package, by their name PRESET/DRAFTER; None for other names.
 
     Raises:
@@ -40,9 +42,9 @@ def named_heads(source: Any) -> pathlib.Path | None:
     preset, slash, drafter = source.partition("/") if isinstance(source, str) else ("", "", "")
     if not slash or preset not in PRESETS or os.path.exists(source):
         return None
-    if (found := shipped_heads(preset, drafter)) is None:
-        raise _none_come(source)
-    return found
+    if (path := find_shipped_heads(preset, drafter)) is None:
+        raise _not_shipped(source)
+    return path
 
 
 def find_heads(
@@ -61,50 +63,57 @@ def find_heads(
         CheckpointError: no such heads of a preset come with this package, or the path does not exist.
         FetchError: the download failed.
     """
-    if (found := named_heads(source)) is not None:
-        return found
+    if (path := find_named_heads(source)) is not None:
+        return path
     if isinstance(source, str) and source in PRESETS:
-        if (found := shipped_heads(source, "medusa")) is None:
-            raise _none_come(source)
-        return found
+        if (path := find_shipped_heads(source, "medusa")) is None:
+            raise _not_shipped(source)
+        return path
     try:
-        return find_source(source, report=report, more=hub_files(allow_pickle))
+        return find_source(source, report=report, more=list_hub_files(allow_pickle))
     except UnknownName:
-        raise UnknownName("heads (a name, a path or a Hub repository)", source, every_shipped()) from None
+        raise UnknownName("heads (a name, a path or a Hub repository)", source, list_shipped_heads()) from None
 
 
-def _none_come(name: str) -> CheckpointError:
+def _not_shipped(name: str) -> CheckpointError:
     """Makes the error for heads of a preset that do not come with this package."""
     return CheckpointError(
-        f"no heads for the preset {name} come with jaxspec, only {', '.join(every_shipped())}; train some"
+        f"jaxspec does not come with heads {name}, only with {', '.join(list_shipped_heads())}; train heads with "
+        "'jaxspec train', or give the path of other heads"
     )
 
 
 def find_layout(path: pathlib.Path) -> str | None:
     """Returns the name of the layout of the heads in a directory or a file.
 
-    The name is `OURS` for jaxspec's own layout, and `PICKLE` for a pickle file that `torch.save` wrote, which is not
-    opened. It is None if there are no heads, or if the file cannot be read.
+    The name is `OWN_LAYOUT` for jaxspec's own layout, and `PICKLE_LAYOUT` for a pickle file that `torch.save` wrote.
+    Such a file is not opened. The name is None if there are no heads, or if the file cannot be read.
     """
     if path.is_dir():
-        if os.path.exists(path / MANIFEST):
-            return OURS
-        name = next((name for name in FILES if os.path.exists(path / name)), None)
+        if os.path.exists(path / HEADS_MANIFEST):
+            return OWN_LAYOUT
+        name = next((name for name in HEAD_FILES if os.path.exists(path / name)), None)
         path = path if name is None else path / name
-    if path.suffix in PICKLES:
-        return PICKLE
+    if path.suffix in PICKLE_SUFFIXES:
+        return PICKLE_LAYOUT
     try:
         if path.is_dir():
-            layout = recognise(folder.open_tensors(path))
+            layout = recognise_layout(folder.open_tensors(path))
         else:
-            layout = recognise(folder.open_shard(path.parent, path.name)) if path.suffix == ".safetensors" else None
+            layout = (
+                recognise_layout(folder.open_shard(path.parent, path.name)) if path.suffix == ".safetensors" else None
+            )
     except CheckpointError:
         named = (name for name, layout in LAYOUTS.items() if path.name in layout.files)
-        return next(named, None) if path.name in FILES else None
+        return next(named, None) if path.name in HEAD_FILES else None
     return None if layout is None else layout.name
 
 
-def hub_files(allow_pickle: bool = False) -> tuple[str, ...]:
+def list_hub_files(allow_pickle: bool = False) -> tuple[str, ...]:
     """Returns the names of files with heads that are fetched from a Hub repository, besides the files of a model."""
-    names = (*FILES, TORCH)
-    return (MANIFEST, TENSORS, *(name for name in names if allow_pickle or pathlib.Path(name).suffix not in PICKLES))
+    names = (*HEAD_FILES, TORCH_FILE)
+    return (
+        HEADS_MANIFEST,
+        HEADS_TENSORS,
+        *(name for name in names if allow_pickle or pathlib.Path(name).suffix not in PICKLE_SUFFIXES),
+    )

@@ -14,16 +14,16 @@ from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.core.sizes import MAX_INT32
 from jaxspec.core.topology import Topology, read_parents
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch
-from jaxspec.heads.find import MANIFEST, OURS, TENSORS, find_heads
-from jaxspec.heads.kinds import CONFIG, PICKLES, HeadKind, head_kind
-from jaxspec.heads.layouts import FILES, TORCH, recognise
-from jaxspec.heads.network import check_target, vocabulary
+from jaxspec.heads.find import HEADS_MANIFEST, HEADS_TENSORS, OWN_LAYOUT, find_heads
+from jaxspec.heads.kinds import CONFIG_JSON, PICKLE_SUFFIXES, HeadKind, head_kind
+from jaxspec.heads.layouts import HEAD_FILES, TORCH_FILE, recognise_layout
+from jaxspec.heads.network import check_target, vocab_size_of
 from jaxspec.heads.sizes import HeadSizes
 from jaxspec.heads.tensors import check_tensors, finite_reader, read_tokens
 from jaxspec.registry import HEADS
 from jaxspec.storage.reading import check_path
 
-VERSION = 1
+LAYOUT_VERSION = 1
 """The version of jaxspec's own layout."""
 FIRST_KIND = "medusa"
 """The kind of heads in jaxspec's own layout whose `heads.json` does not name a kind."""
@@ -70,7 +70,7 @@ class HeadFile:
                     f"{self.path}: neither the tensors nor config.json state the size of the vocabulary; give the "
                     "target (target=..., or --target)"
                 )
-            sizes["vocab_size"] = vocabulary(target)
+            sizes["vocab_size"] = vocab_size_of(target)
         try:
             config = self.kind.sizes(**sizes)
             if target is not None:
@@ -94,46 +94,45 @@ def open_heads(
 ) -> HeadFile:
     """Finds heads and checks their headers, with the arguments and errors of `load_heads`."""
     path = check_path(find_heads(source, allow_pickle=allow_pickle, report=report))
-    if (path / MANIFEST).exists():
+    if (path / HEADS_MANIFEST).exists():
         return _open_ours(path)
     directory, name = (path, _file(path)) if path.is_dir() else (path.parent, path.name)
     where = str(directory / name)
     tensors = _open_tensors(directory, name, allow_pickle)
-    layout = recognise(tensors)
+    layout = recognise_layout(tensors)
     if layout is None:
-        shown = ", ".join(sorted(tensors)[:3])
-        raise CheckpointError(f"{where}: no tensors of draft heads in a known layout; it has {shown} ...")
-    settings = folder.read_optional_json(directory, CONFIG) or {}
+        first = ", ".join(sorted(tensors)[:3])
+        raise CheckpointError(f"{where}: holds no draft heads in a known layout; its first tensors are {first}")
+    settings = folder.read_optional_json(directory, CONFIG_JSON) or {}
     if layout.in_model:
-        tensors = {name: held for name, held in tensors.items() if name.startswith(layout.prefix)}
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(layout.prefix)}
     kind = head_kind(layout.drafter)
-    found = kind.open(where, layout, tensors, settings)
-    stored = {name: held.stored for name, held in tensors.items()}
-    return HeadFile(path, found.layout.name, kind, found.sizes, found.readers, stored, settings, None, found.notes)
+    heads = kind.open(where, layout, tensors, settings)
+    stored = {name: tensor.stored for name, tensor in tensors.items()}
+    return HeadFile(path, heads.layout.name, kind, heads.sizes, heads.readers, stored, settings, None, heads.notes)
 
 
 def _file(directory: pathlib.Path) -> str:
     """Returns the name of the file in a directory that holds the heads."""
-    for name in FILES:
+    for name in HEAD_FILES:
         if os.path.exists(directory / name):
             return name
     if any(os.path.exists(directory / name) for name in (folder.WEIGHTS_FILE, folder.INDEX_FILE)):
         return folder.WEIGHTS_FILE
-    if not os.path.exists(directory / TORCH):
-        raise CheckpointError(
-            f"{directory}: holds no heads; expected {MANIFEST}, {FILES[0]}, {FILES[1]} or {folder.WEIGHTS_FILE}"
-        )
-    return TORCH
+    if not os.path.exists(directory / TORCH_FILE):
+        expected = ", ".join((HEADS_MANIFEST, *HEAD_FILES[:2]))
+        raise CheckpointError(f"{directory}: holds no heads; expected {expected} or {folder.WEIGHTS_FILE}")
+    return TORCH_FILE
 
 
 def _open_tensors(directory: pathlib.Path, name: str, allow_pickle: bool) -> dict[str, LazyTensor]:
     """Opens a file of tensors in any format, and the shards of `model.safetensors`."""
     where = str(directory / name)
-    if pathlib.Path(name).suffix in PICKLES:
+    if pathlib.Path(name).suffix in PICKLE_SUFFIXES:
         if not allow_pickle:
             raise CheckpointError(
-                f"{where}: is a pickle, as torch.save writes; allow_pickle=True (--allow-pickle) reads its tensors, "
-                "and executes nothing in it"
+                f"{where}: is a pickle file of torch.save; set allow_pickle=True (--allow-pickle) to read its tensors. "
+                "No code in the file is executed"
             )
         path = folder.inside(directory, name)
         assert path is not None
@@ -146,10 +145,10 @@ def _open_tensors(directory: pathlib.Path, name: str, allow_pickle: bool) -> dic
 
 
 def _open_ours(path: pathlib.Path) -> HeadFile:
-    where = path / MANIFEST
-    manifest = folder.read_optional_json(path, MANIFEST) or {}
-    if manifest.get("format") != "jaxspec-heads" or manifest.get("version") != VERSION:
-        raise CheckpointError(f"{where}: expected format jaxspec-heads, version {VERSION}")
+    where = path / HEADS_MANIFEST
+    manifest = folder.read_optional_json(path, HEADS_MANIFEST) or {}
+    if manifest.get("format") != "jaxspec-heads" or manifest.get("version") != LAYOUT_VERSION:
+        raise CheckpointError(f"{where}: expected format jaxspec-heads, version {LAYOUT_VERSION}")
     name = manifest.get("kind", FIRST_KIND)
     if not isinstance(name, str) or name not in HEADS:
         raise CheckpointError(f"{where}: kind is {name!r:.80}, expected one of {', '.join(HEADS)}")
@@ -160,15 +159,17 @@ def _open_ours(path: pathlib.Path) -> HeadFile:
         tree = None if manifest["tree"] is None else read_parents(manifest["tree"])
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None
-    tensors = folder.open_shard(path, TENSORS)
+    tensors = folder.open_shard(path, HEADS_TENSORS)
     if config.num_blocks > max(len(tensors), 64):  # before work for each block begins
-        raise CheckpointError(f"{where}: {config.summary}, and only {len(tensors)} tensors")
-    check_tensors(str(path / TENSORS), config.param_shapes(), tensors, "tokens")
+        raise CheckpointError(
+            f"{where}: config is {config.summary}, but {HEADS_TENSORS} has only {len(tensors)} tensors"
+        )
+    check_tensors(str(path / HEADS_TENSORS), config.param_shapes(), tensors, "tokens")
     if (
         config.draft_vocab_size is not None
         and (np.diff(read_tokens("tokens", tensors["tokens"], config.vocab_size)) < 0).any()
     ):
-        raise CheckpointError(f"{path / TENSORS}: tensor tokens is not ascending")
+        raise CheckpointError(f"{path / HEADS_TENSORS}: tensor tokens must be ascending")
     readers = {name: finite_reader(name, tensors[name]) for name in config.param_shapes()}
-    stored = {name: held.stored for name, held in tensors.items()}
-    return HeadFile(path, OURS, head_kind(name), dict(vars(config)), readers, stored, manifest, tree)
+    stored = {name: tensor.stored for name, tensor in tensors.items()}
+    return HeadFile(path, OWN_LAYOUT, head_kind(name), dict(vars(config)), readers, stored, manifest, tree)

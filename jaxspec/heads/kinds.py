@@ -16,8 +16,8 @@ from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.heads.sizes import HeadSizes
 from jaxspec.registry import HEADS, locate
 
-CONFIG = "config.json"
-PICKLES = (".pt", ".pth", ".bin")
+CONFIG_JSON = "config.json"
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin")
 """Suffixes of files that `torch.save` writes."""
 
 

@@ -92,7 +92,7 @@ class LayerReader(abc.ABC):
         if self.known and (unknown := sorted(name for name in self._shapes if not self.known.fullmatch(name))):
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise CheckpointError(
-                f"{self._where}: this head has tensors that are not understood, without which it drafts badly: "
+                f"{self._where}: this head has tensors that jaxspec does not know, and drafts badly without them: "
                 f"{', '.join(unknown[:3])}{more}"
             )
 
@@ -136,12 +136,13 @@ class LayerReader(abc.ABC):
         width = self._head_dim(first, queries)
         if queries % width or keys % width:
             raise CheckpointError(
-                f"{self._where}: {queries} queries and {keys} keys are not multiples of the head width {width}"
+                f"{self._where}: q_proj.weight has {queries} rows and k_proj.weight {keys}, expected multiples of the "
+                f"head width {width}"
             )
         has = self._shapes.__contains__
         vocab = vocab or self.vocab or (None if drafted else self.rows)
         if vocab is None:
-            raise CheckpointError(f"{self._where}: config.json does not say vocab_size")
+            raise CheckpointError(f"{self._where}: config.json does not state vocab_size; add it")
         decoder = make_config(
             self._where,
             vocab_size=vocab,
@@ -171,8 +172,8 @@ class LayerReader(abc.ABC):
         count, rest = divmod(reads, target or hidden)
         if rest:
             raise CheckpointError(
-                f"{self._where}: fc.weight reads {reads} numbers, not a multiple of the width {target or hidden} of "
-                "the target's states"
+                f"{self._where}: fc.weight has {reads} columns, expected a multiple of the width {target or hidden} "
+                "of the target's states"
             )
         return count
 
@@ -192,16 +193,16 @@ class LayerReader(abc.ABC):
         if ids is None:
             if count != default:
                 raise CheckpointError(
-                    f"{self._where}: the head reads {count} layers of the target, and config.json does not say which; "
-                    f"write {key}"
+                    f"{self._where}: the head reads {count} layers of the target, but config.json does not state which "
+                    f"layers; add {key}"
                 )
             return None
         if not isinstance(ids, list) or not all(type(i) is int and -1 <= i < 1 << 16 for i in ids):
             raise CheckpointError(f"{self._where}: {key} is {ids!r:.80}, expected a list of layers")
         if len(ids) != count or sorted(ids) != ids:
             raise CheckpointError(
-                f"{self._where}: {key} is {ids!r:.80}, expected {count} layers in ascending order, since fc.weight "
-                "reads as many"
+                f"{self._where}: {key} is {ids!r:.80}, expected {count} layers in ascending order, because fc.weight "
+                f"reads {count}"
             )
         if ids[0] + first < 1:
             raise CheckpointError(f"{self._where}: {key} names the target's embedding, which cannot be tapped")
@@ -227,17 +228,19 @@ class LayerReader(abc.ABC):
             width = stated
         else:
             raise CheckpointError(
-                f"{self._where}: config.json says {heads} num_attention_heads, which do not divide the "
-                f"{queries} rows of q_proj.weight"
+                f"{self._where}: the width of an attention head is not known: num_attention_heads is {heads}, and "
+                f"q_proj.weight has {queries} rows; add head_dim to config.json"
             )
         if not 0 < width <= MAX_WIDTH:
-            raise CheckpointError(f"{self._where}: the width of a head is {width}, expected 1 to {MAX_WIDTH}")
+            raise CheckpointError(
+                f"{self._where}: the width of an attention head is {width}, expected 1 to {MAX_WIDTH}"
+            )
         return width
 
     def _count_layers(self) -> int:
         pattern = re.escape(self._layout.layers).replace(r"\{\}", r"(\d{1,4})")
-        found = {match[1] for name in self._shapes if (match := re.match(pattern, name, re.ASCII)) and match.groups()}
-        return max(map(int, found), default=0) + 1
+        numbers = {match[1] for name in self._shapes if (match := re.match(pattern, name, re.ASCII)) and match.groups()}
+        return max(map(int, numbers), default=0) + 1
 
     def _compare(self, decoder: ModelConfig) -> None:
         """Adds a note for each size that config.json states differently from the tensors."""
@@ -250,10 +253,10 @@ class LayerReader(abc.ABC):
             "head_dim": decoder.head_dim,
             "vocab_size": decoder.vocab_size,
         }
-        said = self._settings | self._entries
+        stated = self._settings | self._entries
         for key, size in (sizes | ({} if self.rows is None else {"draft_vocab_size": self.rows})).items():
-            if key in said and said[key] != size:
-                self.notes.append(f"config.json says {key} {said[key]!r:.40}, the tensors {size}")
+            if key in stated and stated[key] != size:
+                self.notes.append(f"config.json says {key} {stated[key]!r:.40}, but the tensors say {size}")
 
     def _matrix(self, name: str) -> tuple[int, int]:
         shape = self._shapes.get(name)
@@ -296,17 +299,17 @@ class LayeredKind(HeadKind):
         self, where: str, layout: Any, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]
     ) -> ForeignHeads:
         layout = self.layout_of(layout, settings)
-        found = {name.removeprefix(layout.prefix): tensor for name, tensor in tensors.items()}
-        found = {name: tensor for name, tensor in found.items() if not self.reader.ignored.fullmatch(name)}
+        unprefixed = {name.removeprefix(layout.prefix): tensor for name, tensor in tensors.items()}
+        used = {name: tensor for name, tensor in unprefixed.items() if not self.reader.ignored.fullmatch(name)}
         id_tensors = (OFFSETS, MEMBERS) if layout.has_ids else ()
-        weights = {name: tensor for name, tensor in found.items() if name not in id_tensors}
+        weights = {name: tensor for name, tensor in used.items() if name not in id_tensors}
         shapes = {name: tensor.stored.shape for name, tensor in weights.items()}
         reader, ids = self.reader(where, layout, shapes, settings), None
         reader.check()
         check_types(weights)
         vocab = next(iter(shapes.get("embed_tokens.weight", ())), None) or reader.vocab
         if layout.has_ids:
-            vocab, ids = read_ids(where, found, vocab, reader.rows)
+            vocab, ids = read_ids(where, used, vocab, reader.rows)
         config = reader.read(vocab, None if ids is None else len(ids))
         parameters = {name: shape for name, shape in config.param_shapes().items() if name != "tokens"}
 
@@ -329,12 +332,12 @@ class LayeredKind(HeadKind):
 
     def obstacle(self, config: Any, layout: Any) -> str | None:
         if config.decoder.num_layers > 1 and "{}" not in layout.layers:
-            return f"the layout {layout.name} has one layer, this head has {config.decoder.num_layers}"
+            return f"the layout {layout.name} has one layer, but this head has {config.decoder.num_layers}"
         rope, taps = config.decoder.rope, config.taps or ()
         if rope.divisors or rope.width or rope.scale != 1:
-            return f"the layout {layout.name} has no scaled rotary positions here"
+            return f"the layout {layout.name} is written without scaled rotary positions, but this head has them"
         if sorted(taps) != list(taps):
-            return f"the layout {layout.name} has taps in ascending order, this head has {taps}"
+            return f"the layout {layout.name} has taps in ascending order, but this head has {taps}"
         return None
 
     def tensors(self, config: Any, params: Mapping[str, Any], layout: Any) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.heads.medusa_config import INNER, HeadsConfig
+from jaxspec.heads.medusa_config import INNER_FACTOR, HeadsConfig
 from jaxspec.heads.network import Frozen, HeadNetwork
 from jaxspec.models.execution import Execution
 from jaxspec.models.layers import matmul
@@ -39,7 +39,7 @@ class InnerBlock(nnx.Module):
     """
 
     def __init__(self, inputs: int, width: int, bias: bool, seed: int):
-        inner = INNER * width
+        inner = INNER_FACTOR * width
         self.up = nnx.Param(jax.random.normal(jax.random.key(seed), (inputs, inner)) / inputs**0.5)
         self.bias = nnx.Param(jnp.zeros((inner,), jnp.float32)) if bias else None
         self.down = nnx.Param(jnp.zeros((inner, width), jnp.float32))
@@ -77,7 +77,7 @@ class Heads(HeadNetwork):
     def features(
         self, head: int, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]] = ()
     ) -> Float[Array, "B T E"]:
-        """Returns the input of a head's projection; recurrent heads use `after`.
+        """Returns the input of a head's projection; recurrent heads use `next_feature`.
 
         `words` are the normed embeddings of the head + 1 tokens after the token of `hidden`; empty if `inputs` is
         "hidden".
@@ -87,7 +87,7 @@ class Heads(HeadNetwork):
             x = block(read if layer == 0 else x, x)
         return x
 
-    def after(self, state: Float[Array, "B T E"], word: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    def next_feature(self, state: Float[Array, "B T E"], word: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the input of the projection of recurrent heads after one more token.
 
         `state` is the result for the token before, or the target's feature if there is none. `word` is the token's
@@ -98,14 +98,14 @@ class Heads(HeadNetwork):
             x = block(read if layer == 0 else x, x)
         return x
 
-    def every(
+    def each_feature(
         self, hidden: Float[Array, "B T E"], words: Sequence[Float[Array, "B T E"]]
     ) -> Iterator[Float[Array, "B T E"]]:
         """Yields the input of each head's projection. `words` are the embeddings that the last head reads."""
         state = hidden
         for head in range(self.config.num_heads):
             if self.config.inputs == "recurrent":
-                state = self.after(state, words[head])
+                state = self.next_feature(state, words[head])
             yield state if self.config.inputs == "recurrent" else self.features(head, hidden, words[: head + 1])
 
     def logits(self, head: int, features: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
@@ -114,7 +114,7 @@ class Heads(HeadNetwork):
         return matmul(features, self.projections[which][...], transposed=True)
 
 
-def normed(embeddings: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+def normalize_embeddings(embeddings: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
     """Scales embeddings to a mean square of 1, because their scale differs between models."""
     embeddings = embeddings.astype(jnp.float32)
     return embeddings * jax.lax.rsqrt(jnp.mean(jnp.square(embeddings), axis=-1, keepdims=True) + 1e-12)

@@ -8,8 +8,8 @@ from jaxspec.core.settings import setting
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.sizes import HeadSizes
 
-INPUTS, PROJECTIONS = ("hidden", "path", "recurrent"), ("shared", "own", "single")
-INNER = 4
+INPUT_KINDS, PROJECTION_KINDS = ("hidden", "path", "recurrent"), ("shared", "own", "single")
+INNER_FACTOR = 4
 """The inner width of a recurrent block, as a multiple of E; 4 is usual in the feed-forward blocks of transformers."""
 
 
@@ -40,8 +40,8 @@ class HeadsConfig(HeadSizes):
     vocab_size: int
     num_heads: int = 4
     num_layers: int = setting(1, least=0)
-    inputs: str = setting("hidden", INPUTS)
-    projection: str = setting("shared", PROJECTIONS)
+    inputs: str = setting("hidden", INPUT_KINDS)
+    projection: str = setting("shared", PROJECTION_KINDS)
     bias: bool = True
     draft_vocab_size: int | None = None
 
@@ -49,7 +49,7 @@ class HeadsConfig(HeadSizes):
 
     def _check(self) -> None:
         if self.reads_words and not self.num_layers:
-            raise InvalidConfig("heads that read the path need a block to read it with; set num_layers to 1 or more")
+            raise InvalidConfig(f"inputs {self.inputs!r} needs at least one block; set num_layers to 1 or more")
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class HeadsConfig(HeadSizes):
         shapes: dict[str, tuple[int, ...]] = {}
         recurrent = self.inputs == "recurrent"
         for layer in range(self.num_layers if recurrent else 0):
-            inner = INNER * self.hidden_size
+            inner = INNER_FACTOR * self.hidden_size
             shapes[f"network.{layer}.up"] = (self.block_inputs(0, layer), inner)
             if self.bias:
                 shapes[f"network.{layer}.bias"] = (inner,)

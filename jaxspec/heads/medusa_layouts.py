@@ -17,15 +17,15 @@ import numpy as np
 from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.checkpoints.folder import WEIGHTS_FILE, LazyTensor
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.heads.kinds import CONFIG, PICKLES, ForeignHeads, HeadKind, Layout
+from jaxspec.heads.kinds import CONFIG_JSON, PICKLE_SUFFIXES, ForeignHeads, HeadKind, Layout
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.tensors import check_tensors, finite_reader, read_tokens
 
-WHOLE_MODEL = (
+WHOLE_MODEL_NOTE = (
     "the heads are part of a model that was trained with them: they draft for that model, and the text is that "
     "model's, not that of the model from which its training started"
 )
-_FILES = ("medusa_lm_head.safetensors", *(f"medusa_lm_head{suffix}" for suffix in PICKLES))
+_FILES = ("medusa_lm_head.safetensors", *(f"medusa_lm_head{suffix}" for suffix in PICKLE_SUFFIXES))
 _NAMES = {
     "blocks.{head}.{block}.kernel": "{head}.{block}.linear.weight",
     "blocks.{head}.{block}.bias": "{head}.{block}.linear.bias",
@@ -81,7 +81,7 @@ class MedusaLayout(Layout):
         for ours, theirs in self.names.items():
             if match := _match(ours, parameter):
                 return self.prefix + theirs.format(**match.groupdict(), num_layers=config.num_layers)
-        raise KeyError(f"the layout {self.name} has no place for {parameter}")
+        raise KeyError(f"the layout {self.name} cannot hold {parameter}")
 
     def parameter(self, tensor: str) -> str | None:
         """Returns the name of the parameter that a tensor holds; None if the layout has no such tensor."""
@@ -96,11 +96,11 @@ class MedusaLayout(Layout):
 
     def differences(self, settings: Mapping[str, Any], config: HeadsConfig) -> list[str]:
         """Returns the differences between config.json and the tensors, one sentence each."""
-        said = {self._canonical(key): (key, value) for key, value in settings.items()}
+        named = {self._canonical(key): (key, value) for key, value in settings.items()}
         return [
-            f"{CONFIG} says {said[key][0]} {said[key][1]!r:.40}, the tensors {value}"
+            f"{CONFIG_JSON} says {named[key][0]} {named[key][1]!r:.40}, but the tensors say {value}"
             for key, value in self.stated(config).items()
-            if key in said and said[key][1] is not None and said[key][1] != value
+            if key in named and named[key][1] is not None and named[key][1] != value
         ]
 
     def stated(self, config: HeadsConfig) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class MedusaLayout(Layout):
         return next((name for pattern, name in self.aliases.items() if re.search(pattern, key)), key)
 
 
-class Rows(NamedTuple):
+class ProjectionRows(NamedTuple):
     """The rows of a projection.
 
     Attributes:
@@ -160,8 +160,8 @@ def infer_sizes(
     layers = max((block + 1 for _, block in blocks), default=0)
     if heads * max(layers, 1) > len(stored):
         raise CheckpointError(
-            f"{where}: {heads} heads of {layers} blocks and only {len(stored)} tensors, among them "
-            f"{max(stored, key=_numbers)}"
+            f"{where}: has {max(stored, key=_numbers)}, but only {len(stored)} tensors, expected tensors for {heads} "
+            f"heads of {layers} blocks"
         )
     return {
         "hidden_size": widths.most_common(1)[0][0] if widths else 0,
@@ -175,7 +175,7 @@ def infer_sizes(
 
 def find_rows(
     layout: MedusaLayout, tensors: Mapping[str, LazyTensor], stored: int, settings: Mapping[str, Any]
-) -> tuple[int | None, Rows]:
+) -> tuple[int | None, ProjectionRows]:
     """Returns the size of the vocabulary, None if the file does not state it, and the rows of a projection.
 
     Args:
@@ -190,20 +190,20 @@ def find_rows(
     stated = settings.get(layout.key("vocab_size") or "")
     stated = stated if type(stated) is int and stated > 0 else None
     if not stored:
-        return stated, Rows(0)
+        return stated, ProjectionRows(0)
     if layout.tokens is None:
-        return stored, Rows(stored)
+        return stored, ProjectionRows(stored)
     if layout.tokens not in tensors:
         # vLLM takes the first ids if only config.json says that the vocabulary is reduced.
         if stated is not None and stored < stated and settings.get(layout.key("rows") or "") == stored:
-            return stated, Rows(stored, None, np.arange(stored))
-        return stored, Rows(stored)
+            return stated, ProjectionRows(stored, None, np.arange(stored))
+        return stored, ProjectionRows(stored)
     vocab = stored if stored > math.prod(tensors[layout.tokens].stored.shape) else stated
     tokens = read_tokens(layout.tokens, tensors[layout.tokens], vocab)
     order = np.argsort(tokens, kind="stable")
     if stored > tokens.size:
-        return vocab, Rows(stored, tokens[order], tokens[order])
-    return vocab, Rows(tokens.size, None if (np.diff(order) > 0).all() else order, tokens[order])
+        return vocab, ProjectionRows(stored, tokens[order], tokens[order])
+    return vocab, ProjectionRows(tokens.size, None if (np.diff(order) > 0).all() else order, tokens[order])
 
 
 def _projection(layout: MedusaLayout, has_single: bool, numbers: set[int], settings: Mapping[str, Any]) -> str:
@@ -242,13 +242,13 @@ class MedusaKind(HeadKind):
     def open(
         self, where: str, layout: MedusaLayout, tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any]
     ) -> ForeignHeads:
-        stored = {name: held.stored for name, held in tensors.items()}
+        stored = {name: tensor.stored for name, tensor in tensors.items()}
         try:
             sizes = infer_sizes(layout, where, stored, settings)
             if layout.num_layers not in (None, sizes["num_layers"]):
                 raise CheckpointError(
-                    f"{where}: heads that share the target's projection have one block each in this layout; these have "
-                    f"{sizes['num_layers']}; are projections such as 0.{sizes['num_layers']}.weight missing?"
+                    f"{where}: heads that share the target's projection have one block each in this layout, but these "
+                    f"have {sizes['num_layers']}; are projections such as 0.{sizes['num_layers']}.weight missing?"
                 )
             vocab, rows = find_rows(layout, tensors, sizes.pop("rows"), settings)
             if rows.tokens is not None:
@@ -273,29 +273,29 @@ class MedusaKind(HeadKind):
             selected = rows.selected if ours in config.projections else None
             return read if selected is None else lambda: read()[selected]
 
-        comparable, found = dict(settings), dataclasses.asdict(config)
+        comparable, fields = dict(settings), dataclasses.asdict(config)
         if not vocab:
             comparable.pop("vocab_size", None)
-            del found["vocab_size"]
-        notes = (*layout.differences(comparable, config), *([WHOLE_MODEL] if layout.in_model else []))
-        return ForeignHeads(layout, found, {ours: reader(ours) for ours in shapes}, notes)
+            del fields["vocab_size"]
+        notes = (*layout.differences(comparable, config), *([WHOLE_MODEL_NOTE] if layout.in_model else []))
+        return ForeignHeads(layout, fields, {ours: reader(ours) for ours in shapes}, notes)
 
     def obstacle(self, config: HeadsConfig, layout: MedusaLayout) -> str | None:
         if config.reads_words:
-            return f"the layout {layout.name} has no place for heads that read the path (inputs {config.inputs!r})"
+            return f"the layout {layout.name} cannot hold heads that read tokens (inputs {config.inputs!r})"
         if config.draft_vocab_size is not None and layout.tokens is None:
-            return f"the layout {layout.name} has no place for a reduced vocabulary"
+            return f"the layout {layout.name} cannot hold a reduced vocabulary"
         if not config.bias and layout.requires_bias:
-            return f"the layout {layout.name} has a bias in every block; these heads have none"
+            return f"the layout {layout.name} has a bias in every block, but these heads have none"
         if config.projection != "shared" and layout.projections == ("shared",):
-            return f"the layout {layout.name} shares the target's projection, these heads have their own"
+            return f"the layout {layout.name} shares the target's projection, but these heads have their own"
         if layout.num_layers not in (None, config.num_layers):
-            return f"the layout {layout.name} has one block per head, these have {config.num_layers}"
+            return f"the layout {layout.name} has one block per head, but these heads have {config.num_layers}"
         return None
 
     def sizes_in(self, config: HeadsConfig, layout: MedusaLayout) -> HeadsConfig:
-        held = config.projection in layout.projections
-        return config if held else dataclasses.replace(config, projection=layout.projections[0])
+        fits = config.projection in layout.projections
+        return config if fits else dataclasses.replace(config, projection=layout.projections[0])
 
     def tensors(self, config: HeadsConfig, params: Mapping[str, Any], layout: MedusaLayout) -> dict[str, np.ndarray]:
         tensors = {}
@@ -308,15 +308,15 @@ class MedusaKind(HeadKind):
     def config_json(
         self, config: HeadsConfig, layout: MedusaLayout, base: str | None, depth: int | None
     ) -> dict[str, Any]:
-        named = {} if base is None else {"base_model_name_or_path": base}
-        return {**layout.constants, **layout.stated(config), **named}
+        entry = {} if base is None else {"base_model_name_or_path": base}
+        return {**layout.constants, **layout.stated(config), **entry}
 
     def advice(self, config: HeadsConfig) -> str | None:
         return "Heads trained with --inputs hidden can be exported" if config.reads_words else None
 
 
 def _tensor_names(
-    layout: MedusaLayout, config: HeadsConfig, rows: Rows, tensors: Mapping[str, LazyTensor]
+    layout: MedusaLayout, config: HeadsConfig, rows: ProjectionRows, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, str]:
     """Returns the name of the tensor of each parameter that a file holds."""
     names = {ours: layout.tensor(config, ours) for ours in config.param_shapes()}

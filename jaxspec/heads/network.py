@@ -76,7 +76,7 @@ def _graph(config: HeadSizes, execution: Execution) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: network(config, execution=execution, rngs=nnx.Rngs(0))))[0]
 
 
-def module(config: HeadSizes, params: Params, execution: Execution = Execution()) -> Any:
+def make_network(config: HeadSizes, params: Params, execution: Execution = Execution()) -> Any:
     """Returns the network with these parameters, which are the pure dict of its state."""
     return nnx.merge(_graph(config, execution.resolve()), nnx.State(params))
 
@@ -113,32 +113,32 @@ def init_params(
     params = nnx.to_pure_dict(
         nnx.state(network(config, rngs=nnx.Rngs(params=jax.random.key(0) if key is None else key)))
     )
-    if (ids := as_ids(config, tokens)) is not None:
+    if (ids := check_token_ids(config, tokens)) is not None:
         params["tokens"] = ids
     if config.projections and (projection is not None or network.starts_from_target):
         expected, got = (config.vocab_size, config.hidden_size), None if projection is None else projection.shape
         if projection is None or got != expected:
-            raise InvalidConfig(f"own projections start from the target's {list(expected)}; got {got}")
+            raise InvalidConfig(f"projection must be the target's, of shape {list(expected)}; got {got}")
         rows = jnp.asarray((projection if ids is None else projection[ids]).astype(jnp.float32))
         params = unflatten(flatten(params) | dict.fromkeys(config.projections, rows))
     return jax.tree.map(jnp.asarray, params)
 
 
-def as_ids(config: HeadSizes, tokens: Int[Array | np.ndarray, "R"] | None) -> Int[Array, "R"] | None:
+def check_token_ids(config: HeadSizes, tokens: Int[Array | np.ndarray, "R"] | None) -> Int[Array, "R"] | None:
     """Returns the ids of a reduced vocabulary as the array among the parameters; None if the vocabulary is not reduced.
 
     Raises:
         InvalidConfig: the ids are missing, or do not fit the sizes.
     """
     if (tokens is None) != (config.draft_vocab_size is None):
-        raise InvalidConfig("tokens must be given if the draft vocabulary is reduced, and only then")
+        raise InvalidConfig("tokens must be given if draft_vocab_size is set, and must not be given otherwise")
     if tokens is None:
         return None
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape != (config.rows,) or bool((jnp.diff(tokens) <= 0).any()):
-        raise InvalidConfig(f"expected {config.rows} ascending token ids, got shape {tokens.shape}")
+        raise InvalidConfig(f"tokens must be {config.rows} ascending token ids, got an array of shape {tokens.shape}")
     if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
-        raise InvalidConfig(f"token ids must be from 0 to {config.vocab_size - 1}")
+        raise InvalidConfig(f"tokens must be ids from 0 to {config.vocab_size - 1}")
     return tokens
 
 
@@ -160,7 +160,7 @@ def check_kind(heads: DraftHeads, drafter: str) -> None:
     """
     if heads.config.drafter != drafter:
         raise InvalidConfig(
-            f"the drafter {drafter!r} cannot use {heads.name!r}, {heads.config.summary}; these are for the drafter "
+            f"the drafter {drafter!r} cannot use {heads.name!r} ({heads.config.summary}), which is for the drafter "
             f"{heads.config.drafter!r}"
         )
 
@@ -188,15 +188,15 @@ def check_target(config: HeadSizes, target: Any) -> None:
     lm = target.lm
     need_members(lm, config.tables, "these heads read the target's")
     width = empty_feature(lm, target.params, lm.init_cache(1, 1)).shape[-1]
-    sizes = (("features", config.feature_size, width), ("a vocabulary", config.vocab_size, vocabulary(target)))
+    sizes = (("features", config.feature_size, width), ("a vocabulary", config.vocab_size, vocab_size_of(target)))
     for name, own, other in sizes:
         if own != other:
             raise ShapeMismatch(
-                f"the heads are for {name} of {own}, {target.name} has {other}; they belong to another target"
+                f"the heads are for {name} of {own}, but {target.name} has {other}; use heads for this target"
             )
 
 
-def vocabulary(target: Any) -> int:
+def vocab_size_of(target: Any) -> int:
     """Returns V for heads of this target: the number of rows of its projection, including padding."""
     lm = target.lm
     return lm.unembedding(target.params).shape[0] if isinstance(lm, ProjectedTarget) else lm.vocab

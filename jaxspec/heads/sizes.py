@@ -55,8 +55,8 @@ class HeadSizes:
         required = {field.name for field in fields if field.default is dataclasses.MISSING}
         if not isinstance(values, dict) or not required <= values.keys() <= known:
             raise CheckpointError(
-                f"{where}: config is {values!r:.80}, expected an object with {', '.join(sorted(required))} and no keys "
-                f"but {', '.join(sorted(known))}"
+                f"{where}: config is {values!r:.80}, expected an object with the keys {', '.join(sorted(required))}, "
+                f"and no keys but {', '.join(sorted(known))}"
             )
         read: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()

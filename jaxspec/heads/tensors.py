@@ -63,7 +63,8 @@ def read_ids(
         return vocab, None  # no ids are read then
     if offsets is None:
         raise CheckpointError(
-            f"{where}: the head drafts {count} of {vocab} tokens, and the file does not say which: it has no {OFFSETS}"
+            f"{where}: the head drafts {count} of {vocab} tokens, but the file does not state which: the tensor "
+            f"{OFFSETS} is missing"
         )
     if len(offsets) != count:
         raise CheckpointError(f"{where}: tensor {OFFSETS} has {len(offsets)} entries, expected {count}")
@@ -72,14 +73,14 @@ def read_ids(
         sound = ids[0] >= 0 and ids[-1] < vocab and bool((np.diff(ids) > 0).all())
         if sound and known is None and np.array_equal(offsets, np.arange(count)):
             raise CheckpointError(
-                f"{where}: tensor {OFFSETS} counts 0, 1, 2, ..., where offsets are expected: zeros for the first "
+                f"{where}: tensor {OFFSETS} is 0, 1, 2, ..., expected offsets, which are zeros for the first "
                 f"{count} tokens"
             )
         if sound and (known is None or np.array_equal(ids, known)):
             return vocab, ids.astype(np.int32)
     raise CheckpointError(
-        f"{where}: tensor {OFFSETS} does not lead to {count} ascending ids below {vocab}"
-        + ("" if known is None else f", or not to the {len(known)} of {MEMBERS}")
+        f"{where}: tensor {OFFSETS} must stand for {count} ascending ids below {vocab}"
+        + ("" if known is None else f", which are the {len(known)} ids of {MEMBERS}")
     )
 
 

@@ -50,7 +50,7 @@ class WheelFile:
         return f"{self.kind} {self.name}"
 
 
-def fetch(
+def fetch_file(
     file: WheelFile, cache_dir: str | os.PathLike | None = None, report: Callable[[str], object] | None = None
 ) -> pathlib.Path:
     """Returns the path of the file, and downloads the file the first time.

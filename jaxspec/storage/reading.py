@@ -15,7 +15,7 @@ from jaxspec.errors import CheckpointError, InvalidConfig, JaxspecError, shown
 
 MAX_BYTES = 64 << 20
 """Maximum size of a settings file; the largest published files, indices of shards, are smaller than one megabyte."""
-MAX_DIGITS, MAX_DEPTH = 40, 64
+MAX_DIGITS, MAX_JSON_DEPTH = 40, 64
 """Maximum number of digits of an integer (published files have up to 31), and maximum nesting of lists and objects."""
 
 
@@ -90,12 +90,12 @@ def read_bytes(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, 
         raise error(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
 
 
-def read_text(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> str:
+def read_text_file(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> str:
     """Reads a regular file of UTF-8 text, without its byte order mark; raises the errors of `read_bytes`."""
     return _decode(read_bytes(path, error, limit), str(path), error)
 
 
-def read_json(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> dict:
+def read_json_file(path: pathlib.Path, error: type[JaxspecError] = CheckpointError, limit: int = MAX_BYTES) -> dict:
     """Reads the object of a JSON file; raises the errors of `read_bytes` and `parse_object`."""
     return parse_object(read_bytes(path, error, limit), str(path), error)
 
@@ -129,7 +129,7 @@ def parse_object(data: bytes | str, where: str, error: type[JaxspecError] = Chec
     return content
 
 
-_TOO_DEEP = f"lists and objects nested deeper than {MAX_DEPTH} levels"
+_TOO_DEEP = f"lists and objects nested deeper than {MAX_JSON_DEPTH} levels"
 
 
 def _decode(data: bytes, where: str, error: type[JaxspecError]) -> str:
@@ -141,7 +141,7 @@ def _decode(data: bytes, where: str, error: type[JaxspecError]) -> str:
 
 def _check_depth(content: Any) -> None:
     level = [content] if isinstance(content, (dict, list)) else []
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         inside = (node.values() if isinstance(node, dict) else node for node in level)
         level = [child for children in inside for child in children if isinstance(child, (dict, list))]
         if not level:

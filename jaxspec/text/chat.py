@@ -14,7 +14,7 @@ from jaxspec.text.messages import MessageForms
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools, as in transformers
 MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 30,000
 MAX_OUTPUT = 1 << 20  # characters that a template may add to the characters of its input
-MAX_DEPTH = 90  # levels of nested lists and dicts in a template's input
+MAX_VALUE_DEPTH = 90  # levels of nested lists and dicts in a template's input
 SECONDS, MEMORY = 0.75, 96 << 20  # processor time and bytes for compiling a template and for every rendering
 COMPILE_SECONDS, COMPILE_MEMORY = 1.5e-5, 1280  # in addition, per character of source; measured: 5e-6 s and 300 bytes,
 # and for the costliest kind of expression 1.2e-5 s and 1550 bytes
@@ -194,8 +194,8 @@ def _plain_all(variables: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 def _plain(value: Any, name: str, depth: int = 0) -> tuple[Any, int]:
     """Copies a value to Python's built-in types, as in JSON; returns the copy and its size in characters."""
-    if depth > MAX_DEPTH:
-        raise InvalidConfig(f"{name}: lists and dicts are nested more than {MAX_DEPTH} levels deep; flatten them")
+    if depth > MAX_VALUE_DEPTH:
+        raise InvalidConfig(f"{name}: lists and dicts are nested more than {MAX_VALUE_DEPTH} levels deep; flatten them")
     if value is None or isinstance(value, bool):
         return value, 1
     if isinstance(value, str):

@@ -49,7 +49,7 @@ ANSWER_COLUMNS = {
     "inputs": ("targets", "outputs"),
 }
 """Columns that contain a prompt, and for each of them the columns that can contain its answer."""
-Message = dict[str, Any]
+DatasetMessage = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Conversation:
         about: the row's other columns, such as `question_id` and `category`.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[DatasetMessage, ...]
     text: str | None
     where: str
     ids: tuple[tuple[int, ...], ...] = ()
@@ -98,7 +98,7 @@ class BadRow:
     why: str
 
 
-def read(
+def read_conversations(
     paths: Sequence[str | os.PathLike], strict: bool = False, split: str = "line"
 ) -> tuple[list[Conversation], list[BadRow]]:
     """Reads the conversations of all files, in order.
@@ -135,7 +135,7 @@ class _RowError(Exception):
     """The reason why a row cannot be read."""
 
 
-def read_lines(lines: Iterable[bytes], name: str) -> list[Conversation]:
+def parse_lines(lines: Iterable[bytes], name: str) -> list[Conversation]:
     """Reads the lines of a `.jsonl` file in memory; `name` is the name of the file in messages.
 
     Raises:
@@ -278,7 +278,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
         raise _RowError(str(error)) from None
 
 
-def _messages(name: str, turns: Any) -> list[Message]:
+def _messages(name: str, turns: Any) -> list[DatasetMessage]:
     """Reads a list of messages, each with `role` and `content`, or with `from` and `value`."""
     if not isinstance(turns, list):
         raise _RowError(f"{name} must be a list, got {type(turns).__name__}")
@@ -299,7 +299,7 @@ def _are_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
-def _message(turn: Mapping[str, Any], role: str) -> Message:
+def _message(turn: Mapping[str, Any], role: str) -> DatasetMessage:
     """Reads a message; other keys of the message are passed to chat templates."""
     content = turn.get("content", turn.get("value"))
     if role == "function_call":
@@ -331,7 +331,7 @@ def _call(content: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
 
 
-def _begin_with_user(messages: list[Message]) -> list[Message]:
+def _begin_with_user(messages: list[DatasetMessage]) -> list[DatasetMessage]:
     """Returns a conversation without a leading answer; ShareGPT splits conversations at any message."""
     if messages and messages[0]["role"] == "assistant":
         messages = messages[1:]

@@ -16,7 +16,7 @@ from jaxspec.errors import InvalidConfig, ignored_refusals, shown
 MARK = "271828"  # a text that templates do not change
 MEDIA = ("image", "audio", "video", "file")  # prefixes of the types of parts that are not text
 ABSENT = object()
-Message = Mapping[str, Any]
+TemplateMessage = Mapping[str, Any]
 
 
 def check_messages(messages: Any) -> None:
@@ -74,7 +74,7 @@ def check_variables(variables: Any) -> dict[str, Any]:
 class MessageForms:
     """The forms of messages that one chat template reads."""
 
-    def __init__(self, render: Callable[[list[Message]], str], may_read_parts: bool = True):
+    def __init__(self, render: Callable[[list[TemplateMessage]], str], may_read_parts: bool = True):
         """Stores the renderer. Short conversations are rendered only when a message needs them.
 
         Args:
@@ -84,7 +84,7 @@ class MessageForms:
         self._render, self._may_read_parts = render, may_read_parts
         self._read_by_role: dict[str, tuple[bool, bool]] = {}
 
-    def convert(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def convert(self, messages: Sequence[TemplateMessage]) -> list[dict[str, Any]]:
         """Returns copies of the messages in the form that the template reads.
 
         Entries with the value None count as absent. None as content becomes the form that the template reads in a
@@ -97,7 +97,7 @@ class MessageForms:
         check_messages(messages)
         return [self._convert(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
-    def _convert(self, message: Message, where: str) -> dict[str, Any]:
+    def _convert(self, message: TemplateMessage, where: str) -> dict[str, Any]:
         converted = {key: value for key, value in message.items() if value is not None or key == "content"}
         if not converted.get("tool_calls", True):
             del converted["tool_calls"]
@@ -163,21 +163,21 @@ class MessageForms:
                 return as_text, content
         return False, ""
 
-    def _call(self, as_text: bool, content: Any) -> list[Message]:
+    def _call(self, as_text: bool, content: Any) -> list[TemplateMessage]:
         """Returns a message that calls a tool."""
         arguments: Any = {"a": MARK}
         function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
         call = {"id": "call00001", "type": "function", "function": function}
         return [{"role": "assistant", "tool_calls": [call]} | ({} if content is ABSENT else {"content": content})]
 
-    def _try(self, messages: list[Message]) -> str | None:
+    def _try(self, messages: list[TemplateMessage]) -> str | None:
         """Renders messages; returns None if the template fails or rejects them."""
         with ignored_refusals():
             return self._render(messages)
         return None
 
 
-def _example(role: str) -> Message:
+def _example(role: str) -> TemplateMessage:
     return {"role": role, "content": "a"}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxspec.confined.process import CONFINED, Limits, RemoteError, RemoteObject
 from jaxspec.errors import CheckpointError, InvalidConfig, TokenOutOfRange, shown
-from jaxspec.storage.reading import check_path, parse_object, read_json, read_text
+from jaxspec.storage.reading import check_path, parse_object, read_json_file, read_text_file
 from jaxspec.text.gguf_vocab import convert_tokenizer
 
 MAX_STEPS = 10_000
@@ -98,10 +98,10 @@ class Tokenizer:
         """
         path = check_path(path, "the path of tokenizer.json")
         CONFINED.start()  # while this process parses the file
-        text = read_text(path)
+        text = read_text_file(path)
         content = parse_object(text, str(path))
         settings = path.parent / "tokenizer_config.json"
-        config = read_json(settings) if settings.is_file() else {}
+        config = read_json_file(settings) if settings.is_file() else {}
         flag = config.get("add_bos_token")
         try:
             tokenizer = cls(content, add_bos=flag if isinstance(flag, bool) else None, text=text, vocab_size=vocab_size)

@@ -16,8 +16,8 @@ class Batch(NamedTuple):
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.
         features: the features that the trainee's network computes. The target's projection reads the first E entries.
         key: random key for the noise and the draws of a training step; None in evaluation.
-        places: the positions that blocks are guessed from (`jaxspec.train.trainee.BlockTraining`); None for all
-            positions. Some drafted tokens may be guessed from only the first of these positions; see `kept`.
+        anchors: the positions that blocks are guessed from (`jaxspec.train.trainee.BlockTraining`); None for all
+            positions. Some drafted tokens may be guessed from only the first of these positions; see `limit_anchors`.
     """
 
     tokens: Int[Array, "B T"]
@@ -25,11 +25,11 @@ class Batch(NamedTuple):
     mask: Bool[Array, "B T"]
     features: Float[Array, "B T F"]
     key: Array | None = None
-    places: Int[Array, "B A"] | None = None
+    anchors: Int[Array, "B A"] | None = None
 
 
 class Guess(NamedTuple):
-    """What heads guess in one step at every position, or at `Batch.places`.
+    """What heads guess in one step at every position, or at `Batch.anchors`.
 
     Attributes:
         logits: logits of the token that is 2 + step positions ahead.
@@ -61,7 +61,7 @@ class FrozenTarget(NamedTuple):
     ids: Int[Array | np.ndarray, "R"] | None = None
 
     @classmethod
-    def nothing(cls) -> Self:
+    def empty(cls) -> Self:
         """Returns empty parts, for a trainee that uses none."""
         return cls(jnp.zeros((0, 0)), None, None, None)
 
@@ -73,31 +73,31 @@ def positions_of(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return steps - lax.cummax(jnp.where(begins, steps, 0), axis=1)
 
 
-def ahead(values: Array, steps: int) -> Array:
+def shift_left(values: Array, steps: int) -> Array:
     """Shifts each row `[B, T, ...]` by `steps` tokens to the left, and fills its end with zeros."""
     return jnp.pad(values[:, steps:], ((0, 0), (0, steps), *[(0, 0)] * (values.ndim - 2)))
 
 
-def wanted(batch: Batch, step: int, blocks: bool = False) -> Bool[Array, "B T"]:
+def find_supervised(batch: Batch, step: int, blocks: bool = False) -> Bool[Array, "B T"]:
     """Returns a mask of the positions t for which token t + 2 + step is in the same text and written by the assistant.
 
     With `blocks`, this must hold for all tokens from t + 2 to t + 2 + step.
     """
     steps = 2 + step
-    same = (batch.segments > 0) & (ahead(batch.segments, steps) == batch.segments)
-    there = same & ahead(batch.mask, steps)
-    return there & wanted(batch, step - 1, True) if blocks and step else there
+    same = (batch.segments > 0) & (shift_left(batch.segments, steps) == batch.segments)
+    supervised = same & shift_left(batch.mask, steps)
+    return supervised & find_supervised(batch, step - 1, True) if blocks and step else supervised
 
 
-def here(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v"]:
-    """Returns the values at `batch.places`, or all values if the batch has no places."""
-    if batch.places is None:
+def take_anchors(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array, "B A *v"]:
+    """Returns the values at `batch.anchors`, or all values if `batch.anchors` is None."""
+    if batch.anchors is None:
         return values
-    index = batch.places.reshape(*batch.places.shape, *[1] * (values.ndim - 2))
+    index = batch.anchors.reshape(*batch.anchors.shape, *[1] * (values.ndim - 2))
     return jnp.take_along_axis(values, index, axis=1)
 
 
-def draw_places(batch: Batch, count: int | None) -> Int[Array, "B A"]:
+def draw_anchors(batch: Batch, count: int | None) -> Int[Array, "B A"]:
     """Draws `count` positions t of each row, without repetition, for which the assistant wrote token t + 2.
 
     The batch's key decides the draws. Rows with fewer such positions are padded with positions that no loss counts. If
@@ -106,11 +106,11 @@ def draw_places(batch: Batch, count: int | None) -> Int[Array, "B A"]:
     assert batch.key is not None
     size = batch.tokens.shape[1]
     drawn = jax.random.uniform(batch.key, batch.tokens.shape)
-    return lax.top_k(jnp.where(wanted(batch, 0), drawn, -1), size if count is None else min(count, size))[1]
+    return lax.top_k(jnp.where(find_supervised(batch, 0), drawn, -1), size if count is None else min(count, size))[1]
 
 
-def kept(batch: Batch, shares: tuple[float, ...], step: int) -> Batch:
-    """Returns the batch with the leading fraction `shares[step]` of its places; all places if `shares` is empty."""
-    if batch.places is None or not shares:
+def limit_anchors(batch: Batch, shares: tuple[float, ...], step: int) -> Batch:
+    """Returns the batch with the leading fraction `shares[step]` of its anchors; all anchors if `shares` is empty."""
+    if batch.anchors is None or not shares:
         return batch
-    return batch._replace(places=batch.places[:, : max(1, int(shares[step] * batch.places.shape[1]))])
+    return batch._replace(anchors=batch.anchors[:, : max(1, int(shares[step] * batch.anchors.shape[1]))])

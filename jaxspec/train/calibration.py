@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float
 
 from jaxspec.storage.writing import write_whole
 
-BINS = 10
+NUM_BINS = 10
 """Number of equal intervals of the confidence in the table."""
-DIAGRAM = "reliability.png"
+DIAGRAM_FILE = "reliability.png"
 
 
 class BlockSums(NamedTuple):
@@ -32,7 +32,7 @@ class BlockSums(NamedTuple):
     @classmethod
     def zeros(cls, drafted: int) -> Self:
         """Returns sums of zero, over no blocks."""
-        return cls(jnp.zeros(drafted), jnp.zeros(drafted), jnp.zeros((BINS, 3)))
+        return cls(jnp.zeros(drafted), jnp.zeros(drafted), jnp.zeros((NUM_BINS, 3)))
 
     def add(
         self,
@@ -55,27 +55,27 @@ class BlockSums(NamedTuple):
         bins = self.bins
         if certainty is not None:
             confidence = jax.nn.sigmoid(jax.lax.stop_gradient(certainty))
-            index = jnp.minimum((confidence * BINS).astype(jnp.int32), BINS - 1)
+            index = jnp.minimum((confidence * NUM_BINS).astype(jnp.int32), NUM_BINS - 1)
             row = jnp.where(there[..., None], jnp.stack([jnp.ones_like(confidence), confidence, acceptance], -1), 0)
-            bins = bins + jnp.einsum("abi,abj->ij", jax.nn.one_hot(index, BINS), row, precision="highest")
+            bins = bins + jnp.einsum("abi,abj->ij", jax.nn.one_hot(index, NUM_BINS), row, precision="highest")
         return self._replace(
             acceptance=self.acceptance.at[step].add(jnp.where(there, acceptance, 0.0).sum()),
             running=self.running.at[step].add(jax.lax.stop_gradient(running).sum()),
             bins=bins,
         )
 
-    def shares(self, seen: np.ndarray) -> dict[str, Any]:
+    def average(self, seen: np.ndarray) -> dict[str, Any]:
         """Returns the means as values of a line of the log; `seen` is the number of positions of each drafted token.
 
         `tau` is the expected number of tokens of a round that verifies a chain by rejection, including the target's own
         token. DSpark (arXiv:2607.05147) computes it in the same way, and also counts blocks that end with the text.
         """
-        found = {
+        record = {
             "acceptance": (np.asarray(self.acceptance) / seen).tolist(),
             "tau": 1 + float(np.asarray(self.running).sum() / seen[0]),
         }
         bins = np.asarray(self.bins)
-        return found | ({"confidence": reliability(bins)} if bins.any() else {})
+        return record | ({"confidence": reliability(bins)} if bins.any() else {})
 
 
 def reliability(bins: np.ndarray) -> dict[str, Any]:
@@ -85,26 +85,26 @@ def reliability(bins: np.ndarray) -> dict[str, Any]:
     the mean distance between confidence and acceptance, weighted by the number of tokens of each interval.
     """
     count = bins[:, 0]
-    some = np.maximum(count, 1)
-    confidence, acceptance = bins[:, 1] / some, bins[:, 2] / some
+    divisor = np.maximum(count, 1)
+    confidence, acceptance = bins[:, 1] / divisor, bins[:, 2] / divisor
 
-    def known(means: np.ndarray) -> list[float | None]:
+    def as_list(means: np.ndarray) -> list[float | None]:
         return [float(mean) if number else None for mean, number in zip(means, count)]
 
     return {
         "tokens": [int(number) for number in count],
-        "confidence": known(confidence),
-        "acceptance": known(acceptance),
+        "confidence": as_list(confidence),
+        "acceptance": as_list(acceptance),
         "error": float((count * np.abs(confidence - acceptance)).sum() / max(count.sum(), 1)),
     }
 
 
 def best_figures(log: Sequence[dict]) -> dict[str, Any]:
     """Returns the figures of blocks on the held-out texts at the best step of a log; empty if there are none."""
-    held = [record["held_out"] for record in log if "held_out" in record]
-    if not held:
+    evaluations = [record["held_out"] for record in log if "held_out" in record]
+    if not evaluations:
         return {}
-    record = max(held, key=lambda each: each["accepted_length"])
+    record = max(evaluations, key=lambda evaluation: evaluation["accepted_length"])
     return {name: record[name] for name in ("acceptance", "tau", "confidence") if name in record}
 
 
@@ -118,14 +118,15 @@ def format_figures(measured: dict[str, Any]) -> list[str]:
         f"{', '.join(f'{share:.3f}' for share in measured['acceptance'])}. By the running products, a chain that is "
         f"verified by rejection has {measured['tau']:.2f} tokens per round.",
     ]
-    if (found := measured.get("confidence")) is None:
+    if (table := measured.get("confidence")) is None:
         return lines
-    lines += ["", f"Confidence on the held-out texts, calibration error {found['error']:.3f}:", ""]
+    lines += ["", f"Confidence on the held-out texts, calibration error {table['error']:.3f}:", ""]
     lines += ["| confidence | tokens | mean confidence | shared with the target |", "|---|---|---|---|"]
-    for number, count in enumerate(found["tokens"]):
+    for number, count in enumerate(table["tokens"]):
         if count:
-            said, true = (found[name][number] for name in ("confidence", "acceptance"))
-            lines.append(f"| {number / BINS:.1f} to {(number + 1) / BINS:.1f} | {count} | {said:.3f} | {true:.3f} |")
+            confidence, shared = (table[name][number] for name in ("confidence", "acceptance"))
+            interval = f"{number / NUM_BINS:.1f} to {(number + 1) / NUM_BINS:.1f}"
+            lines.append(f"| {interval} | {count} | {confidence:.3f} | {shared:.3f} |")
     return lines
 
 
@@ -138,7 +139,7 @@ def draw_diagram(measured: dict[str, Any], path: pathlib.Path) -> bool:
     Raises:
         StorageError: the file cannot be written; an existing one is unchanged.
     """
-    if (found := measured.get("confidence")) is None:
+    if (table := measured.get("confidence")) is None:
         return False
     try:
         import matplotlib
@@ -150,13 +151,13 @@ def draw_diagram(measured: dict[str, Any], path: pathlib.Path) -> bool:
     figure, (upper, lower) = pyplot.subplots(
         2, 1, sharex=True, figsize=(4, 5), height_ratios=(4, 1), constrained_layout=True
     )
-    some = [number for number, count in enumerate(found["tokens"]) if count]
-    said, true = ([found[name][number] for number in some] for name in ("confidence", "acceptance"))
+    filled = [number for number, count in enumerate(table["tokens"]) if count]
+    confidence, shared = ([table[name][number] for number in filled] for name in ("confidence", "acceptance"))
     upper.plot([0, 1], [0, 1], "k--", linewidth=1, label="calibrated")
-    upper.plot(said, true, "o-", label=f"held-out texts, error {found['error']:.3f}")
+    upper.plot(confidence, shared, "o-", label=f"held-out texts, error {table['error']:.3f}")
     upper.set_ylabel("shared with the target")
     upper.legend()
-    lower.bar((np.arange(BINS) + 0.5) / BINS, found["tokens"], 0.9 / BINS)
+    lower.bar((np.arange(NUM_BINS) + 0.5) / NUM_BINS, table["tokens"], 0.9 / NUM_BINS)
     lower.set_ylabel("tokens")
     lower.set_xlabel("confidence")
     try:

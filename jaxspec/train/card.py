@@ -20,17 +20,17 @@ from jaxspec.train.files import fingerprint, write_json
 from jaxspec.train.run import Trained
 from jaxspec.version import __version__
 
-CARD, FIGURES = "README.md", "evaluation.json"
+CARD_FILE, FIGURES_FILE = "README.md", "evaluation.json"
 
 
-def collect_figures(found: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
+def collect_figures(ranks: Ranks, trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
     """Returns the measurements on the held-out texts; trees were measured with the target in `dtype`."""
     return {
-        "positions": found.positions,
-        "top1": found.top1,
-        "top5": found.top5,
-        "accepted": found.accepted,
-        "acceptance_by_rank": np.round(found.acceptance(), 5).tolist(),
+        "positions": ranks.positions,
+        "top1": ranks.top1,
+        "top5": ranks.top5,
+        "accepted": ranks.accepted,
+        "acceptance_by_rank": np.round(ranks.acceptance(), 5).tolist(),
         **tree_figures(trees, dtype),
     }
 
@@ -40,13 +40,13 @@ def tree_figures(trees: Sequence[Candidate], dtype: str) -> dict[str, Any]:
     return {
         "trees": [
             {
-                "nodes": one.tree.shape.nodes,
-                "parents": one.tree.parents,
-                "expected_tokens": one.expected,
-                "tokens_per_round": one.tokens_per_round,
-                "round_s": one.round_s,
+                "nodes": candidate.tree.shape.nodes,
+                "parents": candidate.tree.parents,
+                "expected_tokens": candidate.expected,
+                "tokens_per_round": candidate.tokens_per_round,
+                "round_s": candidate.round_s,
             }
-            for one in trees
+            for candidate in trees
         ],
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -69,7 +69,7 @@ def write_card(
     Raises:
         StorageError: a file cannot be written.
     """
-    write_json(folder / FIGURES, measured)
+    write_json(folder / FIGURES_FILE, measured)
     values = dataclasses.asdict(trained.settings)
     changed = {
         field.name: values[field.name]
@@ -81,10 +81,10 @@ def write_card(
     lines = [
         f"# {trained.trainee.about.title} for {trained.target.name}",
         "",
-        f"{trained.trainee.about.sizes}, {size(heads.bytes)}. What is drafted is decided by the "
-        "target: with a lossless rule the text is the target's own.",
+        f"{trained.trainee.about.sizes}, {size(heads.bytes)}. The target decides which drafted "
+        "tokens are accepted: with a lossless rule the text is the target's own.",
         "",
-        trained.trainee.about.served_by,
+        trained.trainee.about.serving,
         "",
         f"Trained by jaxspec {__version__} on {datetime.date.today().isoformat()}: "
         f"{plural(trained.step, 'step')}, {plural(supervised, 'token')} to train on ({texts} to prompts of "
@@ -99,14 +99,14 @@ def write_card(
         f"On {measured['positions']} positions.",
     ]
     lines += calibration.format_figures(measured)
-    if calibration.draw_diagram(measured, folder / calibration.DIAGRAM):
-        lines += ["", f"![The reliability diagram of this table]({calibration.DIAGRAM})"]
+    if calibration.draw_diagram(measured, folder / calibration.DIAGRAM_FILE):
+        lines += ["", f"![The reliability diagram of this table]({calibration.DIAGRAM_FILE})"]
     lines += tree_table(measured)
     lines += ["", f"Settings that differ from the defaults: `{json.dumps(changed)}`.", ""]
     if trained.trainee.joint is not None:
         lines += ["The target was trained as well: text is lossless against the trained target, not the original.", ""]
     lines += [f"sha256 of the parameters: `{fingerprint(heads.params)}`.", ""]
-    write_whole(folder / CARD, lambda file: file.write("\n".join(lines).encode()))
+    write_whole(folder / CARD_FILE, lambda file: file.write("\n".join(lines).encode()))
 
 
 def tree_table(measured: dict[str, Any]) -> list[str]:

@@ -21,10 +21,10 @@ from jaxspec.errors import StorageError, TrainingError
 from jaxspec.storage.writing import sync_folder, write_whole
 from jaxspec.train.files import fingerprint, write_json
 
-STATE, ABOUT, SUMS = "state", "about.json", "SHA256SUMS"
-KEPT = 2
+STATE_FOLDER, ABOUT_FILE, SUMS_FILE = "state", "about.json", "SHA256SUMS"
+NUM_NEWEST = 2
 """Number of newest checkpoints that are kept, in addition to the best one."""
-EXTRA = "-interrupted"
+INTERRUPTED_SUFFIX = "-interrupted"
 """Suffix of the name of a checkpoint that the next checkpoint replaces."""
 
 
@@ -42,7 +42,7 @@ class TrainCheckpoint(NamedTuple):
     best: tuple[int, float] | None
 
 
-class Damaged(TrainingError):
+class DamagedCheckpoint(TrainingError):
     """A checkpoint is missing, or its files differ from the files that were written."""
 
 
@@ -55,11 +55,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of the checkpoints, ascending."""
-        return sorted(self._places())
+        return sorted(self._paths())
 
-    def prints(self) -> dict[str, str]:
+    def fingerprints(self) -> dict[str, str]:
         """Returns the sha256 of the arrays of every checkpoint, by the name of its folder; raises as `load` does."""
-        return {self._places()[step].name: self.about(step)["sha256"] for step in self.steps()}
+        return {self._paths()[step].name: self.about(step)["sha256"] for step in self.steps()}
 
     def save(self, checkpoint: TrainCheckpoint, extra: bool = False) -> None:
         """Saves a checkpoint, and removes checkpoints that are neither among the newest nor the best.
@@ -72,9 +72,9 @@ class Checkpoints:
             StorageError: the checkpoint cannot be written; earlier checkpoints stay intact.
         """
         step = int(checkpoint.state.step)
-        if step in self._places():
+        if step in self._paths():
             return
-        place = self.folder / f"step-{step:08d}{EXTRA if extra else ''}"
+        path = self.folder / f"step-{step:08d}{INTERRUPTED_SUFFIX if extra else ''}"
         leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(checkpoint.state))}
         about = {"sha256": fingerprint(leaves), "order": checkpoint.order, "best": checkpoint.best}
         part = None
@@ -83,22 +83,22 @@ class Checkpoints:
             for left in self.folder.glob(".part-*"):  # left by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
             part = pathlib.Path(tempfile.mkdtemp(dir=self.folder, prefix=".part-"))
-            orbax.write_tree(part / STATE, leaves)
-            write_json(part / ABOUT, about)
+            orbax.write_tree(part / STATE_FOLDER, leaves)
+            write_json(part / ABOUT_FILE, about)
             sums = _lines(_sums(part)).encode()
-            write_whole(part / SUMS, lambda file: file.write(sums))
-            part.rename(place)
+            write_whole(part / SUMS_FILE, lambda file: file.write(sums))
+            part.rename(path)
             sync_folder(self.folder)
         except (OSError, orbax.OrbaxError, StorageError) as error:
             cause = getattr(error, "strerror", None) or str(error).removeprefix(f"{part}{os.sep}")
-            raise StorageError(f"{place} cannot be written: {cause}; earlier checkpoints are intact") from None
+            raise StorageError(f"{path} cannot be written: {cause}; earlier checkpoints are intact") from None
         finally:
             if part is not None:
                 shutil.rmtree(part, ignore_errors=True)
         if not extra:
             self._prune(None if checkpoint.best is None else checkpoint.best[0])
 
-    def newest(self, like: Any) -> tuple[TrainCheckpoint | None, list[str]]:
+    def load_newest(self, like: Any) -> tuple[TrainCheckpoint | None, list[str]]:
         """Returns the newest intact checkpoint, and a line for each newer, damaged checkpoint, which is renamed.
 
         Args:
@@ -108,19 +108,19 @@ class Checkpoints:
             TrainingError: all checkpoints are damaged, or one cannot be read although it may be intact. In both cases
                 nothing is changed.
         """
-        damaged: dict[int, Damaged] = {}
+        damaged: dict[int, DamagedCheckpoint] = {}
         for step in reversed(self.steps()):
             try:
-                found = self.load(step, like)
-            except Damaged as error:
+                checkpoint = self.load(step, like)
+            except DamagedCheckpoint as error:
                 damaged[step] = error
                 continue
-            return found, [f"{error}; it is kept as {self._put_aside(step)}" for step, error in damaged.items()]
+            return checkpoint, [f"{error}; it is kept as {self._put_aside(step)}" for step, error in damaged.items()]
         if damaged:
             _, first = next(iter(damaged.items()))
             raise TrainingError(
-                f"{first}, and no checkpoint in {self.folder} is intact; nothing was changed: remove that folder to "
-                "train from the first step"
+                f"{first}, and no checkpoint in {self.folder} is intact; nothing was changed. To train from the first "
+                "step, remove that folder"
             )
         return None, []
 
@@ -132,72 +132,75 @@ class Checkpoints:
             like: a state with the same settings, for structure, shapes and dtypes.
 
         Raises:
-            Damaged: the checkpoint is missing, or its files differ from the files that were written.
+            DamagedCheckpoint: the checkpoint is missing, or its files differ from the files that were written.
             TrainingError: the checkpoint cannot be read for another reason.
         """
-        place = self._places().get(step)
-        if place is None:
-            raise Damaged(f"{self.folder}: the checkpoint of step {step} is missing")
+        path = self._paths().get(step)
+        if path is None:
+            raise DamagedCheckpoint(f"{self.folder}: the checkpoint of step {step} is missing")
         leaves, structure = jax.tree.flatten(like)
-        wanted = {f"{i:04d}": np.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)}
+        expected = {f"{i:04d}": np.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)}
         about = self.about(step)
         try:
-            found = orbax.read_tree(place / STATE, wanted)
-            if fingerprint(found) != about["sha256"]:
+            arrays = orbax.read_tree(path / STATE_FOLDER, expected)
+            if fingerprint(arrays) != about["sha256"]:
                 raise ValueError("the arrays are not those that were written")
             best = None if about["best"] is None else tuple(about["best"])
-            return TrainCheckpoint(structure.unflatten([found[name] for name in wanted]), about["order"], best)
+            return TrainCheckpoint(structure.unflatten([arrays[name] for name in expected]), about["order"], best)
         except (
             OSError,
             orbax.OrbaxError,
             ValueError,
             KeyError,
         ) as error:  # its files are intact: `about` verified them
-            raise _unreadable(place, error) from None
+            raise _unreadable(path, error) from None
 
     def about(self, step: int) -> dict[str, Any]:
         """Verifies all files of a checkpoint, and returns the content of `about.json`; raises as `load` does."""
-        place = self._places()[step]
+        path = self._paths()[step]
         try:
-            odd = _difference(place)
-            if odd is None:
-                return json.loads((place / ABOUT).read_text())
+            difference = _difference(path)
+            if difference is None:
+                return json.loads((path / ABOUT_FILE).read_text())
         except (OSError, ValueError) as error:
-            raise _unreadable(place, error) from None
-        raise Damaged(f"{place}: is damaged: {odd}")
+            raise _unreadable(path, error) from None
+        raise DamagedCheckpoint(f"{path}: is damaged: {difference}")
 
-    def _places(self) -> dict[int, pathlib.Path]:
+    def _paths(self) -> dict[int, pathlib.Path]:
         try:
-            found = [(re.fullmatch(rf"step-(\d+)(?:{EXTRA})?", path.name), path) for path in self.folder.iterdir()]
+            matches = [
+                (re.fullmatch(rf"step-(\d+)(?:{INTERRUPTED_SUFFIX})?", path.name), path)
+                for path in self.folder.iterdir()
+            ]
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise _unreadable(self.folder, error) from None
-        return {int(match[1]): path for match, path in found if match}
+        return {int(match[1]): path for match, path in matches if match}
 
     def _prune(self, best: int | None) -> None:
-        places = self._places()
-        extra = [step for step, path in places.items() if path.name.endswith(EXTRA)]
-        old = sorted(places.keys() - set(extra))[:-KEPT]
+        paths = self._paths()
+        extra = [step for step, path in paths.items() if path.name.endswith(INTERRUPTED_SUFFIX)]
+        old = sorted(paths.keys() - set(extra))[:-NUM_NEWEST]
         for step in extra + [step for step in old if step != best]:
-            shutil.rmtree(places[step], ignore_errors=True)
+            shutil.rmtree(paths[step], ignore_errors=True)
 
     def _put_aside(self, step: int) -> str:
         """Renames a damaged checkpoint, so that the run can save that step again, and returns the new name."""
-        place = self._places()[step]
-        numbered = (f"damaged-{place.name}{f'-{i}' if i else ''}" for i in range(1 << 30))
+        path = self._paths()[step]
+        numbered = (f"damaged-{path.name}{f'-{i}' if i else ''}" for i in range(1 << 30))
         name = next(name for name in numbered if not (self.folder / name).exists())
         try:
-            place.rename(self.folder / name)
+            path.rename(self.folder / name)
         except OSError as error:
-            raise TrainingError(f"{place}: is damaged and cannot be renamed: {error.strerror}") from None
+            raise TrainingError(f"{path}: is damaged and cannot be renamed: {error.strerror}") from None
         return name
 
 
-def _unreadable(place: pathlib.Path, error: Exception) -> TrainingError:
+def _unreadable(path: pathlib.Path, error: Exception) -> TrainingError:
     cause = getattr(error, "strerror", None) or str(error)
     return TrainingError(
-        f"{place}: cannot be read: {cause}; nothing was changed: correct that, and run the command again"
+        f"{path}: cannot be read: {cause}; nothing was changed. Remove the cause, and run the command again"
     )
 
 
@@ -207,35 +210,36 @@ def _sums(place: pathlib.Path) -> dict[str, str]:
     def fail(error: OSError) -> None:
         raise error
 
-    found = {}
+    sums = {}
     for folder, _, names in os.walk(place, onerror=fail):
         for name in names:
             path = pathlib.Path(folder, name)
-            if path != place / SUMS and not name.startswith("."):
+            if path != place / SUMS_FILE and not name.startswith("."):
                 with path.open("rb") as file:
-                    found[path.relative_to(place).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                    sums[path.relative_to(place).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
 def _lines(sums: dict[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
 
 
-def _difference(place: pathlib.Path) -> str | None:
+def _difference(path: pathlib.Path) -> str | None:
     """Describes how the files differ from the files that were written; returns None if they do not differ.
 
     Raises:
         OSError: an existing file cannot be read.
     """
     try:
-        written = (place / SUMS).read_bytes()
+        written = (path / SUMS_FILE).read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"it has no file {SUMS}"
-    now = _sums(place)
+        return f"it has no file {SUMS_FILE}"
+    now = _sums(path)
     if written == _lines(now).encode():
         return None
     listed = dict(line.split("  ", 1)[::-1] for line in written.decode("ascii", "replace").splitlines() if "  " in line)
+    unlisted = f"{SUMS_FILE} does not list its files"
     missing, other = sorted(listed.keys() - now.keys()), sorted(n for n in now if n in listed and listed[n] != now[n])
     if missing:
-        return f"{missing[0]} is missing" if len(listed) > len(now) else f"{SUMS} does not list its files"
-    return f"the bytes of {other[0]} are not those that were written" if other else f"{SUMS} does not list its files"
+        return f"{missing[0]} is missing" if len(listed) > len(now) else unlisted
+    return f"the bytes of {other[0]} are not those that were written" if other else unlisted

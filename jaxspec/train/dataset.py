@@ -11,8 +11,8 @@ from jaxspec.text.conversations import BadRow, Conversation
 from jaxspec.train import packing, tokenized
 from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.log import Watch
-from jaxspec.train.manifest import ANSWERS
-from jaxspec.train.self_distill import answers
+from jaxspec.train.manifest import ANSWERS_FOLDER
+from jaxspec.train.self_distill import answer_prompts
 from jaxspec.train.settings import TrainSettings
 
 
@@ -64,9 +64,9 @@ def prepare_data(
     prompts: list[list[int]] = []
     texts: list[packing.Text] = []
     if settings.distill:
-        prompts, more = tokenized.prompts_of(target, conversations, settings.row_tokens - drafted - 2)
+        prompts, more = tokenized.encode_training_prompts(target, conversations, settings.row_tokens - drafted - 2)
     else:
-        texts, more = tokenized.texts_of(target, conversations)
+        texts, more = tokenized.encode_texts(target, conversations)
     if more and settings.bad_rows == "refuse":
         raise TrainingError(f"{more[0].where}: {more[0].why}; correct it, or set bad_rows (--bad-rows) to report")
     bad, count = [*unread, *more], len(prompts) + len(texts)
@@ -75,15 +75,19 @@ def prepare_data(
     if bad:
         watch.say(f"{len(bad)} of {len(bad) + count} rows left out")
     if not count:
-        raise TrainingError(f"no row can be trained on; the first: {more[0].where}: {more[0].why}")
-    kept, apart = tokenized.split_held_out(count, settings.held_out)
+        raise TrainingError(f"no row can be trained on; the first reason: {more[0].where}: {more[0].why}")
+    training, held_out = tokenized.split_held_out(count, settings.held_out)
     if settings.distill:
         progress = functools.partial(watch.phase, "the target answers")
-        texts = answers(target, identity, prompts, settings, drafted, folder / ANSWERS, progress, watch.say)
-    used, held = [texts[i] for i in kept], [texts[i] for i in apart]
+        texts = answer_prompts(
+            target, identity, prompts, settings, drafted, folder / ANSWERS_FOLDER, progress, watch.say
+        )
+    used, held = [texts[i] for i in training], [texts[i] for i in held_out]
     vocab = target.lm.vocab
-    ids = tokenized.frequent(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
-    (rows, cut), (held_rows, _) = (packing.pack(some, settings.row_tokens) for some in (used, held))
+    ids = (
+        tokenized.find_frequent_tokens(used, vocab, settings.draft_vocab) if 0 < settings.draft_vocab < vocab else None
+    )
+    (rows, cut), (held_rows, _) = (packing.pack_texts(part, settings.row_tokens) for part in (used, held))
     if not len(rows.tokens):
         raise TrainingError("nothing to train on: every answer is cut off; increase row_tokens (--row-tokens)")
     if len(held) and not len(held_rows.tokens):

@@ -19,19 +19,17 @@ from jaxspec.amounts import plural
 from jaxspec.core.networks import need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.dflash_config import DFlashConfig, default_taps
-from jaxspec.heads.network import DraftHeads, check_target, module
+from jaxspec.heads.dflash_config import DFlashConfig, default_dflash_taps
+from jaxspec.heads.network import DraftHeads, check_target, make_network
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
-from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead, here
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, shift_left, take_anchors
 from jaxspec.train.dflash_settings import DFlashSettings, DSparkSettings
 from jaxspec.train.head_trainee import HeadTrainee, layers_like, reduced_vocab, with_ids
 from jaxspec.train.settings import check_start, parse_taps
-from jaxspec.train.trainee import BlockTraining
+from jaxspec.train.trainee import BLOCKS_AT_ONCE, BlockTraining
 
-CHUNK = 64
-"""Number of blocks of a row that are read at once in evaluation, which reads a block at every position."""
-ANY = BlockTraining(anchors=1, gamma=1.0)
+EVALUATION_BLOCKS = BlockTraining(anchors=1, gamma=1.0)
 """The settings of heads that are only evaluated."""
 
 
@@ -42,7 +40,7 @@ class DFlashTrainee(HeadTrainee):
     config: DFlashConfig
 
     @classmethod
-    def of(cls, config: DFlashConfig, blocks: BlockTraining = ANY) -> Self:
+    def of(cls, config: DFlashConfig, blocks: BlockTraining = EVALUATION_BLOCKS) -> Self:
         """Returns the trainee of a head with these sizes.
 
         Args:
@@ -53,7 +51,9 @@ class DFlashTrainee(HeadTrainee):
             InvalidConfig: the sizes belong to a DFlash 2 head, which cannot be trained.
         """
         if config.is_second:
-            raise InvalidConfig(f"{config.summary} is not trained here, nor is its law along a text computed")
+            raise InvalidConfig(
+                f"{config.summary} cannot be trained, and its distributions along a text are not computed"
+            )
         layers, taps = plural(config.decoder.num_layers, "decoder layer"), ", ".join(map(str, config.taps or ()))
         markov = f", Markov head: {config.markov}, rank {config.markov_rank}" if config.markov else ""
         sizes = (
@@ -77,13 +77,13 @@ class DFlashTrainee(HeadTrainee):
         need_members(lm, ["depth", "taps"], "a DFlash head reads the target's residual stream, which needs")
         if start is not None:
             if not isinstance(start.config, DFlashConfig):
-                raise InvalidConfig(f"start: {start.name} is {start.config.summary}, and a DFlash head is trained")
+                raise InvalidConfig(f"start: {start.name} is {start.config.summary}, expected a DFlash head")
             if start.config.is_second:
-                raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which is not trained here")
+                raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which cannot be trained")
             config = dataclasses.replace(start.config, taps=start.config.taps_of(lm.depth))
             check_start(settings, config, ("anchors", "gamma", "confidence"))
         else:
-            taps = parse_taps(settings.taps) or default_taps(lm.depth, settings.layers)
+            taps = parse_taps(settings.taps) or default_dflash_taps(lm.depth, settings.layers)
             if settings.mask_token >= lm.vocab:
                 raise InvalidConfig(
                     f"mask_token must be below the target's {lm.vocab} tokens, got {settings.mask_token}"
@@ -108,13 +108,13 @@ class DFlashTrainee(HeadTrainee):
         """Yields the guesses of each token of the blocks. The backward pass recomputes attention."""
         c = self.config
         params = with_ids(params, frozen.ids)
-        head, states = module(c, params), self._states(params, frozen, batch)
+        head, states = make_network(c, params), self._states(params, frozen, batch)
         memory = jnp.zeros((*states.shape[:2], c.memory))
         for step in range(self.drafted):
             own, words = states[:, :, step + c.skipped], None
             logits = head.logits(own) if c.own_projection else matmul(own, frozen.rows, transposed=True)
             if c.markov:
-                words = head.words(here(batch, ahead(batch.tokens, 1 + step)))
+                words = head.words(take_anchors(batch, shift_left(batch.tokens, 1 + step)))
                 followed, memory = head.follow(words, own, memory)
                 logits = logits + head.correction(followed)
             yield Guess(logits, certainty=head.certainty(own, words) if c.confidence else None)
@@ -122,18 +122,18 @@ class DFlashTrainee(HeadTrainee):
     def _states(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Float[Array, "B A b E"]:
         """Returns the states of the rows of all blocks."""
         rows, size = batch.tokens.shape
-        head, steps = module(self.config, params), jnp.broadcast_to(jnp.arange(size), (rows, size))
+        head, steps = make_network(self.config, params), jnp.broadcast_to(jnp.arange(size), (rows, size))
         context = head.fuse(batch.features.astype(jnp.float32))
         text = head.remember(context, steps, params["fc"].dtype)
-        if batch.places is not None:
-            return self._read(params, frozen, batch, text, batch.places)
-        padded = jnp.pad(steps, ((0, 0), (0, -size % CHUNK)))
-        parts = padded.reshape(rows, -1, CHUNK).swapaxes(0, 1)
-        found = lax.map(functools.partial(self._read, params, frozen, batch, text), parts)
-        return found.swapaxes(0, 1).reshape(rows, padded.shape[1], *found.shape[3:])[:, :size]
+        if batch.anchors is not None:
+            return self._read(params, frozen, batch, text, batch.anchors)
+        padded = jnp.pad(steps, ((0, 0), (0, -size % BLOCKS_AT_ONCE)))
+        parts = padded.reshape(rows, -1, BLOCKS_AT_ONCE).swapaxes(0, 1)
+        states = lax.map(functools.partial(self._read, params, frozen, batch, text), parts)
+        return states.swapaxes(0, 1).reshape(rows, padded.shape[1], *states.shape[3:])[:, :size]
 
     def _read(
-        self, params: Params, frozen: FrozenTarget, batch: Batch, text: KV, places: Int[Array, "B A"]
+        self, params: Params, frozen: FrozenTarget, batch: Batch, text: KV, anchors: Int[Array, "B A"]
     ) -> Float[Array, "B A b E"]:
         """Returns the states of the rows of the blocks at some positions.
 
@@ -142,18 +142,19 @@ class DFlashTrainee(HeadTrainee):
             frozen: the target's tables.
             batch: the texts.
             text: keys and values of the context in all layers.
-            places: the position before the root of each block.
+            anchors: the position before the root of each block.
         """
-        c, d, head = self.config, self.config.decoder, module(self.config, params)
-        batch, rows, row = batch._replace(places=places), places.shape, jnp.arange(self.config.block_size)
-        root = here(batch, ahead(batch.tokens, 1))[..., None]
+        c, d, head = self.config, self.config.decoder, make_network(self.config, params)
+        batch, rows, row = batch._replace(anchors=anchors), anchors.shape, jnp.arange(self.config.block_size)
+        root = take_anchors(batch, shift_left(batch.tokens, 1))[..., None]
         table = params["embed"] if c.own_embedding else frozen.embed
         assert table is not None
         x = look_up(table, jnp.where(row == 0, root, c.mask_token).reshape(rows[0], -1))
-        positions = places[..., None] + 1 + row
+        positions = anchors[..., None] + 1 + row
         turned = rotation(positions.reshape(rows[0], -1), d.rope, d.head_dim)
         step = jnp.arange(batch.tokens.shape[1])
-        sees = (here(batch, batch.segments)[..., None] == batch.segments[:, None]) & (step <= places[..., None])
+        same = take_anchors(batch, batch.segments)[..., None] == batch.segments[:, None]
+        sees = same & (step <= anchors[..., None])
 
         def attention(layer: int, read: Array) -> Array:
             queries, own = head.layers[layer].heads(read, turned, params["fc"].dtype)

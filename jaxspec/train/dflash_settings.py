@@ -2,7 +2,7 @@
 
 from jaxspec.core.settings import setting, settings_class
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.dflash_config import MARKOV
+from jaxspec.heads.dflash_config import MARKOV_KINDS
 from jaxspec.train.settings import LOSSES, TrainSettings, parse_taps
 
 
@@ -35,7 +35,7 @@ class _BlockSettings(TrainSettings):
         if not self.drafted:
             raise InvalidConfig("block must be at least 2, because the first row of a block does not predict a token")
         if self.decay != TrainSettings.decay:
-            raise InvalidConfig("the tokens of a block have the weights exp(-i / gamma): set gamma in place of decay")
+            raise InvalidConfig("the tokens of a block have the weights exp(-i / gamma): set gamma instead of decay")
 
 
 @settings_class
@@ -78,7 +78,7 @@ class DSparkSettings(_BlockSettings):
 
     block: int = 7
     gamma: float = 4.0
-    markov: str = setting("vanilla", MARKOV)
+    markov: str = setting("vanilla", MARKOV_KINDS)
     markov_rank: int = 256
     confidence: float = setting(1.0, least=0)
     loss: str = setting("ce-l1", LOSSES)

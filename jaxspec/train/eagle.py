@@ -19,18 +19,18 @@ from jaxspec.amounts import plural
 from jaxspec.core.networks import need_members, with_taps
 from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.eagle_config import EagleConfig, default_taps
-from jaxspec.heads.network import DraftHeads, check_target, module
+from jaxspec.heads.eagle_config import EagleConfig, default_eagle_taps
+from jaxspec.heads.network import DraftHeads, check_target, make_network
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
-from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, shift_left
 from jaxspec.train.eagle_settings import Eagle1Settings, Eagle3Settings
 from jaxspec.train.head_trainee import HeadTrainee, layers_like, reduced_vocab, taps_of, with_ids
 from jaxspec.train.settings import check_start, parse_taps
 
-JUDGED = 7
+EVALUATION_STEPS = 7
 """Number of steps in which heads are evaluated, whatever their number in training: EAGLE's own trees are as deep."""
-USUAL = 512
+NOISE_LENGTH = 512
 """Text length at which the noise has the width of the setting."""
 SWITCHES = ("fc_bias", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "own_projection")
 """Settings that are fields of `EagleConfig`."""
@@ -50,7 +50,9 @@ class EagleTrainee(HeadTrainee):
     noise: float = 0.0
 
     @classmethod
-    def of(cls, config: EagleConfig, depth: int = JUDGED, feature_loss: float = 0.0, noise: float = 0.0) -> Self:
+    def of(
+        cls, config: EagleConfig, depth: int = EVALUATION_STEPS, feature_loss: float = 0.0, noise: float = 0.0
+    ) -> Self:
         """Returns the trainee of a head with these sizes.
 
         Args:
@@ -84,13 +86,13 @@ class EagleTrainee(HeadTrainee):
         if start is not None:
             config = start.config
             if not isinstance(config, EagleConfig) or config.version != version:
-                raise InvalidConfig(f"start: {start.name} is {config.summary}, and an EAGLE-{version} head is trained")
+                raise InvalidConfig(f"start: {start.name} is {config.summary}, expected an EAGLE-{version} head")
             config = dataclasses.replace(config, taps=taps_of(config, lm) or None)
             check_start(settings, config, ("depth", "feature_loss", "noise"))
         else:
             if version == 3:
                 need_members(lm, ["depth", "taps"], "an EAGLE-3 head reads the target's residual stream, which needs")
-                taps = taps or default_taps(lm.depth)
+                taps = taps or default_eagle_taps(lm.depth)
             decoder = layers_like(target, settings.layers, given.get("qk_norm", False))
             switches = {name: given[name] for name in SWITCHES if name in given}
             config = EagleConfig(decoder, version, taps=taps, draft_vocab_size=reduced_vocab(settings, lm), **switches)
@@ -102,7 +104,7 @@ class EagleTrainee(HeadTrainee):
         """Yields the guesses of each step. The backward pass recomputes the layers of each step."""
         features, steps = batch.features.astype(jnp.float32), jnp.arange(batch.tokens.shape[1])
         params = with_ids(params, frozen.ids)
-        states = module(self.config, params).fuse(self._with_noise(features, batch))
+        states = make_network(self.config, params).fuse(self._with_noise(features, batch))
         sees = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (steps[:, None] >= steps)
         kept: list[list[KV]] = []
         for _ in range(self.drafted):
@@ -121,7 +123,7 @@ class EagleTrainee(HeadTrainee):
         sees: Bool[Array, "B T T"],
     ) -> tuple[Float[Array, "B T E"], list[KV], Float[Array, "B T R"]]:
         """Computes the step after the steps in `kept`: its states, keys and values of each layer, and its logits."""
-        head, c, new = module(self.config, params), self.config.decoder, []
+        head, c, new = make_network(self.config, params), self.config.decoder, []
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) + len(kept), tokens.shape)
         turned = rotation(positions, c.rope, c.head_dim)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
@@ -134,7 +136,7 @@ class EagleTrainee(HeadTrainee):
 
         table = params["embed"] if self.config.own_embedding else frozen.embed
         assert table is not None
-        states = head.run(states, look_up(table, ahead(tokens, 1 + len(kept))), attention)
+        states = head.run(states, look_up(table, shift_left(tokens, 1 + len(kept))), attention)
         if self.config.own_projection:
             return states, new, head.logits(states)
         return states, new, matmul(head.projected(states), frozen.rows, transposed=True)
@@ -145,11 +147,11 @@ class EagleTrainee(HeadTrainee):
             return features
         length = (batch.segments[:, :, None] == batch.segments[:, None, :]).sum(-1, keepdims=True)
         drawn = jax.random.uniform(batch.key, features.shape, minval=-0.5, maxval=0.5)
-        return features + self.noise * USUAL / length * drawn
+        return features + self.noise * NOISE_LENGTH / length * drawn
 
     def _distance(self, states: Float[Array, "B T E"], features: Float[Array, "B T E"]) -> Float[Array, "B T"]:
         """Returns the weighted smooth L1 distance of states from the target's next features."""
-        apart = jnp.abs(states - ahead(features, 1))
+        apart = jnp.abs(states - shift_left(features, 1))
         return self.feature_loss * jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1)
 
 

@@ -20,15 +20,15 @@ from jaxspec.models.model import Model
 from jaxspec.models.sharding import mesh_of, use_default_kernels
 from jaxspec.registry import TRAINEES, find, locate
 from jaxspec.train import losses, sources
-from jaxspec.train.features import Reader
-from jaxspec.train.packing import Text, pack
+from jaxspec.train.features import FeatureReader
+from jaxspec.train.packing import Text, pack_texts
 from jaxspec.train.trainee import Trainee
 
-RANKS = 16
+NUM_RANKS = 16
 """Number of ranks of the correct token that are counted separately."""
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Numbers of nodes of the trees that are tried."""
-HOPE = 0.9
+MIN_SPEED_SHARE = 0.9
 """A larger tree is tried only if it could reach this fraction of the best speed so far."""
 
 
@@ -39,7 +39,7 @@ def trainee_of(heads: DraftHeads | Model) -> Trainee:
         InvalidConfig: no registered kind has such heads, or `heads` is a draft model.
     """
     if not isinstance(heads, DraftHeads):
-        raise InvalidConfig(f"{heads.name} is a draft model, which does not say how it was trained")
+        raise InvalidConfig(f"{heads.name} is a draft model, whose training is not recorded; pass its trainee")
     for name in TRAINEES:
         kind = find("kind of heads", name)
         if kind.drafter == heads.config.drafter:
@@ -47,15 +47,15 @@ def trainee_of(heads: DraftHeads | Model) -> Trainee:
                 return locate(kind.trainee_class).of(heads.config)
             except InvalidConfig as error:
                 raise InvalidConfig(f"{heads.name}: {error}") from None
-    raise InvalidConfig(f"no registered kind of heads has a {type(heads.config).__name__}")
+    raise InvalidConfig(f"no registered kind of heads has sizes of the type {type(heads.config).__name__}")
 
 
 class Ranks(NamedTuple):
     """The ranks that the heads give the correct tokens.
 
     Attributes:
-        at: the ranks `[positions, n]`, from 0. RANKS stands for that rank and all higher ranks, -1 for positions past
-            the answer.
+        at: the ranks `[positions, n]`, from 0. NUM_RANKS stands for that rank and all higher ranks, -1 for positions
+            past the answer.
     """
 
     at: np.ndarray
@@ -81,29 +81,29 @@ class Ranks(NamedTuple):
 
         This is the acceptance of a greedy chain. Positions where the text ends are left out.
         """
-        found, right = [], np.ones(len(self.at), bool)
+        shares, correct = [], np.ones(len(self.at), bool)
         for column in self.at.T:
-            right = right & (column == 0)
-            found.append(float(right.sum() / max((column >= 0).sum(), 1)))
-        return found
+            correct = correct & (column == 0)
+            shares.append(float(correct.sum() / max((column >= 0).sum(), 1)))
+        return shares
 
     def _share(self, below: int) -> list[float]:
         return [float((column[column >= 0] < below).mean()) if (column >= 0).any() else 0.0 for column in self.at.T]
 
     def acceptance(self) -> np.ndarray:
-        """Returns the frequency of each rank, `[n, RANKS]`, counted where all earlier tokens had ranks below RANKS."""
-        table = np.zeros((self.at.shape[1], RANKS))
-        there = np.ones(len(self.at), bool)
+        """Returns the frequency of each rank, `[n, NUM_RANKS]`, where all earlier tokens had ranks below NUM_RANKS."""
+        table = np.zeros((self.at.shape[1], NUM_RANKS))
+        counted = np.ones(len(self.at), bool)
         for head, column in enumerate(self.at.T):
-            there &= column >= 0
-            if not there.any():
+            counted &= column >= 0
+            if not counted.any():
                 break
-            table[head] = np.bincount(column[there], minlength=RANKS + 1)[:RANKS] / there.sum()
-            there &= column < RANKS
+            table[head] = np.bincount(column[counted], minlength=NUM_RANKS + 1)[:NUM_RANKS] / counted.sum()
+            counted &= column < NUM_RANKS
         return table
 
 
-def ranks(
+def rank_tokens(
     target: Model,
     drafts: DraftHeads | Model,
     texts: Sequence[Text],
@@ -121,31 +121,32 @@ def ranks(
         batch: number of rows read at once.
         trainee: the trainee of `drafts`; None for the trainee that heads of this kind have.
     """
-    rows, _ = pack(texts, row_tokens)
+    rows, _ = pack_texts(texts, row_tokens)
     trainee = trainee or trainee_of(drafts)
-    frozen, source = losses.FrozenTarget.nothing(), sources.without_features(rows)
+    frozen, source = losses.FrozenTarget.empty(), sources.omit_features(rows)
     if trainee.reads_features:
         frozen = losses.freeze(trainee, target.lm, target.params, drafts.params.get("tokens"))
-        source = sources.computed(Reader(trainee.network(target.lm), batch), target.params, rows)
+        source = sources.compute_features_on_demand(
+            FeatureReader(trainee.network(target.lm), batch), target.params, rows
+        )
 
     @jax.jit
     def rank(frozen: losses.FrozenTarget, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
-        found = []
+        ranks = []
         for step, (logits, *_) in enumerate(trainee.unroll(params, frozen, part)):
-            token = losses.ahead(part.tokens, 2 + step)
+            token = losses.shift_left(part.tokens, 2 + step)
             row = token if frozen.index is None else frozen.index[token]
             own = jnp.take_along_axis(logits, jnp.maximum(row, 0)[..., None], -1)
-            place = jnp.where(row >= 0, jnp.minimum((logits > own).sum(-1), RANKS), RANKS)
-            found.append(jnp.where(losses.wanted(part, step, trainee.blocks is not None), place, -1))
-        return jnp.stack(found, -1)
+            position = jnp.where(row >= 0, jnp.minimum((logits > own).sum(-1), NUM_RANKS), NUM_RANKS)
+            ranks.append(jnp.where(losses.find_supervised(part, step, trainee.blocks is not None), position, -1))
+        return jnp.stack(ranks, -1)
 
-    places, mesh = [], mesh_of(target.params)
+    parts, mesh = [], mesh_of(target.params)
     params = drafts.params if mesh is None else replicate(drafts.params, mesh)
     for part in source.batches(batch):
-        found = np.asarray(rank(frozen, params, part))
-        places.append(found.reshape(-1, trainee.drafted))
-    every = np.concatenate(places)
-    return Ranks(every[(every >= 0).any(1)])
+        parts.append(np.asarray(rank(frozen, params, part)).reshape(-1, trainee.drafted))
+    ranks = np.concatenate(parts)
+    return Ranks(ranks[(ranks >= 0).any(1)])
 
 
 class Candidate(NamedTuple):
@@ -169,13 +170,13 @@ class Candidate(NamedTuple):
         return self.tokens_per_round / self.round_s
 
 
-def candidates(acceptance: np.ndarray) -> list[tuple[Topology, float]]:
+def find_trees(acceptance: np.ndarray) -> list[tuple[Topology, float]]:
     """Returns the best tree of each size and its expected tokens per round; the first is plain decoding."""
-    found: dict[Topology, float] = {}
-    for nodes in SIZES:
+    trees: dict[Topology, float] = {}
+    for nodes in TREE_SIZES:
         tree = best_tree(acceptance, nodes, len(acceptance))
-        found.setdefault(tree, expected_tokens(tree, acceptance))
-    return list(found.items())
+        trees.setdefault(tree, expected_tokens(tree, acceptance))
+    return list(trees.items())
 
 
 def measure_trees(
@@ -208,7 +209,7 @@ def measure_trees(
         drafter: dict[str, Any] = {"drafter": drafts.config.drafter, "heads": drafts}
     else:
         drafter = {"drafter": "pard", "draft": use_default_kernels(drafts)}
-    capacity = -(-(max(map(len, prompts)) + max_new_tokens + max(SIZES) + 128) // 256) * 256
+    capacity = -(-(max(map(len, prompts)) + max_new_tokens + max(TREE_SIZES) + 128) // 256) * 256
 
     def decode(tree: Topology, prompt: list[int]) -> tuple[Stats, float]:
         """Returns the statistics, and the seconds of a round."""
@@ -220,28 +221,28 @@ def measure_trees(
         return out.stats, out.timing.decode_s / max(out.stats.rounds, 1)
 
     trees, best = [], 0.0
-    every = candidates(acceptance)
-    most = max(expected for _, expected in every)
-    for tree, expected in every:
+    candidates = find_trees(acceptance)
+    most = max(expected for _, expected in candidates)
+    for tree, expected in candidates:
         decode(tree, prompts[0])  # compiles
         _, seconds = decode(tree, prompts[0])
         trees.append((tree, expected))
         best = max(best, expected / seconds)
         if progress:
-            progress(len(trees), (1 + repeats) * len(every))
-        if most / seconds < HOPE * best:
+            progress(len(trees), (1 + repeats) * len(candidates))
+        if most / seconds < MIN_SPEED_SHARE * best:
             break  # larger trees take longer, and none has more than `most` tokens per round
-    took: list[list[float]] = [[] for _ in trees]
+    round_s: list[list[float]] = [[] for _ in trees]
     counts: list[list[Stats]] = [[] for _ in trees]
-    for turn in range(repeats):
+    for repeat in range(repeats):
         for i, (tree, _) in enumerate(trees):
             for stats, seconds in (decode(tree, prompt) for prompt in prompts):
                 if stats.rounds:
-                    took[i].append(seconds)
+                    round_s[i].append(seconds)
                     counts[i].append(stats)
             if progress:
-                progress((1 + turn) * len(trees) + i + 1, (1 + repeats) * len(trees))
+                progress((1 + repeat) * len(trees) + i + 1, (1 + repeats) * len(trees))
     return [
         Candidate(tree, expected, Stats.total(stats).tokens_per_round, statistics.median(seconds))
-        for (tree, expected), stats, seconds in zip(trees, counts, took)
+        for (tree, expected), stats, seconds in zip(trees, counts, round_s)
     ]

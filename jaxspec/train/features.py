@@ -13,15 +13,15 @@ from jaxspec.core.networks import LanguageModel, empty_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
-from jaxspec.train.manifest import FEATURES, HELD, Say, write_or_match_manifest
+from jaxspec.train.manifest import FEATURES_FOLDER, HELD_OUT_FOLDER, Say, write_or_match_manifest
 from jaxspec.train.packing import Rows
-from jaxspec.train.step import read_features
+from jaxspec.train.step import compute_features
 
-SHARD = 64
+ROWS_PER_FILE = 64
 """Number of rows of each file."""
 
 
-class Reader:
+class FeatureReader:
     """Computes the features of rows, in batches of one size."""
 
     def __init__(self, lm: LanguageModel, batch: int):
@@ -48,17 +48,17 @@ class Reader:
 @functools.lru_cache(maxsize=8)
 def _compiled(lm: LanguageModel) -> Callable:
     keep_compilations()
-    return jax.jit(functools.partial(read_features, lm))
+    return jax.jit(functools.partial(compute_features, lm))
 
 
-class Cached:
-    """Features on disk, float16, in files of `SHARD` rows."""
+class CachedFeatures:
+    """Features on disk, float16, in files of `ROWS_PER_FILE` rows."""
 
     def __init__(
         self,
         reader: Callable,
         about: dict[str, Any],
-        because: dict[str, Any],
+        causes: dict[str, Any],
         rows: Rows,
         folder: pathlib.Path,
         progress: Callable[[int, int], Any],
@@ -69,7 +69,7 @@ class Cached:
         Args:
             reader: a function from tokens and segments to features.
             about: the values that the features depend on.
-            because: the settings that explain a difference in these values.
+            causes: the settings that explain a difference in these values.
             rows: the rows.
             folder: the folder of the files.
             progress: called with (rows done, rows in all).
@@ -79,40 +79,43 @@ class Cached:
             TrainingError: the folder holds other features, a file is damaged, or a feature does not fit float16.
             StorageError: a file cannot be written.
         """
-        made, again = any(folder.glob("*.npy")), "the answers can be kept, and the target reads their texts again"
-        remove = f"remove the folders {FEATURES} and {HELD} in {folder.parent}; {again}"
-        other = "go on with the same, or name another folder (--data, or --out)"
+        has_content = any(folder.glob("*.npy"))
+        remove = (
+            f"remove the folders {FEATURES_FOLDER} and {HELD_OUT_FOLDER} in {folder.parent}. The answers are kept, and "
+            "the target reads their texts again"
+        )
+        change = "use the same values, or another folder (--data, or --out)"
 
-        def advice(odd: list[str]) -> str:
-            return other if {"target", "target_network"} & set(odd) else remove
+        def advice(differing: list[str]) -> str:
+            return change if {"target", "target_network"} & set(differing) else remove
 
-        write_or_match_manifest(folder / "features.json", about, made, "features", advice, because, say)
+        write_or_match_manifest(folder / "features.json", about, has_content, "features", advice, causes, say)
         self._files: list[np.ndarray] = []
-        for at in range(0, len(rows.tokens), SHARD):
-            path = folder / f"{at // SHARD:05d}.npy"
-            part = rows.tokens[at : at + SHARD], rows.segments[at : at + SHARD]
+        for at in range(0, len(rows.tokens), ROWS_PER_FILE):
+            path = folder / f"{at // ROWS_PER_FILE:05d}.npy"
+            part = rows.tokens[at : at + ROWS_PER_FILE], rows.segments[at : at + ROWS_PER_FILE]
             if not path.exists():
                 with np.errstate(over="ignore"):
                     made = np.asarray(reader(*part), np.float16)
                 if not np.isfinite(made).all():
-                    raise TrainingError("the target's features do not fit float16; set cache_features to false")
+                    raise TrainingError("the target's features do not fit into float16; set cache_features to false")
                 write_whole(path, lambda file, made=made: _save(file, made))
             try:
                 self._files.append(np.load(path, mmap_mode="r"))
                 if self._files[-1].shape[:2] != part[0].shape:
-                    raise ValueError(f"shape {self._files[-1].shape}")
+                    raise ValueError(f"unexpected shape {self._files[-1].shape}")
             except (OSError, ValueError, EOFError) as error:
-                raise TrainingError(f"{path}: is damaged ({error}); remove it, and it will be computed again") from None
-            progress(min(at + SHARD, len(rows.tokens)), len(rows.tokens))
+                raise TrainingError(f"{path}: is damaged ({error}); remove it to have it computed again") from None
+            progress(min(at + ROWS_PER_FILE, len(rows.tokens)), len(rows.tokens))
 
-    def at(self, places: np.ndarray) -> np.ndarray:
-        """Returns the features `[*b, E]` of the tokens at `places`, `[*b]`: row times T plus position in the row."""
+    def at(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns the features `[*b, E]` of the tokens with these numbers `[*b]`: row times T plus position."""
         files = [file.reshape(-1, file.shape[-1]) for file in self._files]
-        which, where = np.divmod(places, len(files[0]))
-        found = np.empty((*places.shape, files[0].shape[-1]), np.float16)
-        for file in np.unique(which):
-            found[which == file] = files[file][where[which == file]]
-        return found
+        numbers, offsets = np.divmod(tokens, len(files[0]))
+        features = np.empty((*tokens.shape, files[0].shape[-1]), np.float16)
+        for number in np.unique(numbers):
+            features[numbers == number] = files[number][offsets[numbers == number]]
+        return features
 
 
 def _save(file: Any, array: np.ndarray) -> None:

@@ -11,8 +11,8 @@ from jaxtyping import Array, Int
 
 from jaxspec.core.networks import LanguageModel, TappedTarget, empty_feature, with_taps
 from jaxspec.core.records import Params
-from jaxspec.heads.network import DraftHeads, init_params, vocabulary
-from jaxspec.heads.serving import served_by
+from jaxspec.heads.network import DraftHeads, init_params, vocab_size_of
+from jaxspec.heads.serving import describe_serving
 from jaxspec.heads.sizes import HeadSizes, TappedSizes
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.model import Model
@@ -21,7 +21,7 @@ from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import About, Trainee
 
-ZEROS = ("markov_out", "confidence")
+ZERO_PARAMS = ("markov_out", "confidence")
 """Parameters that are 0 before training, so that they correct no logits."""
 
 
@@ -38,7 +38,7 @@ class HeadTrainee(Trainee):
     @classmethod
     def _of(cls, config: Any, title: str, sizes: str, **fields: Any) -> Self:
         """Returns the trainee of heads of these sizes; `fields` are the fields that the kind of heads decides."""
-        about = About(title, sizes, served_by(config, fields.get("joint") is not None))
+        about = About(title, sizes, describe_serving(config, fields.get("joint") is not None))
         reads_tokens = "embedding" in config.tables
         return cls(config=config, about=about, drafter=config.drafter, vocab_size=config.vocab_size,
                    reads_tokens=reads_tokens, **fields)  # fmt: skip
@@ -59,7 +59,7 @@ class HeadTrainee(Trainee):
             params["fc"] = jnp.tile(jnp.eye(self.config.hidden_size) / count, (count, 1))
             if isinstance(lm, TransformerLM):
                 params["norm"] = jnp.asarray(target.params["norm"], jnp.float32)
-        params |= {name: jnp.zeros_like(params[name]) for name in ZEROS if name in params}
+        params |= {name: jnp.zeros_like(params[name]) for name in ZERO_PARAMS if name in params}
         return {name: value for name, value in params.items() if name != "tokens"}
 
     def result(
@@ -98,7 +98,7 @@ def reduced_vocab(settings: TrainSettings, lm: LanguageModel) -> int | None:
 
 def layers_like(target: Model, layers: int, qk_norm: bool) -> ModelConfig:
     """Returns the sizes of decoder layers as wide as a target's features, and like its own layers if they are known."""
-    lm, rows = target.lm, vocabulary(target)
+    lm, rows = target.lm, vocab_size_of(target)
     if isinstance(lm, TransformerLM):
         c = lm.config
         return ModelConfig(

@@ -37,42 +37,42 @@ class TargetIdentity(NamedTuple):
     @classmethod
     def of(cls, target: Model) -> Self:
         """Describes a target."""
-        tokenizer, template = _tokenizer_print(target.tokenizer), _template_print(target.chat_template)
+        tokenizer, template = _hash_tokenizer(target.tokenizer), _hash_template(target.chat_template)
         weights = fingerprint(file_order(target.lm, target.params))
         return cls(weights, describe_static(target.lm), list(target.stop_ids), tokenizer, template)
 
     @property
-    def of_features(self) -> dict[str, Any]:
+    def feature_values(self) -> dict[str, Any]:
         """The values of a manifest that features of given token ids depend on."""
         return {"target": self.weights, "target_network": self.network}
 
     @property
-    def of_answers(self) -> dict[str, Any]:
+    def answer_values(self) -> dict[str, Any]:
         """The values of a manifest that answers to given token ids depend on."""
-        return self.of_features | {"stop_ids": self.stop_ids}
+        return self.feature_values | {"stop_ids": self.stop_ids}
 
     @property
-    def of_encoding(self) -> dict[str, Any]:
+    def encoding_values(self) -> dict[str, Any]:
         """The values that explain why a text has other token ids. The ids themselves are compared."""
         return {"tokenizer": self.tokenizer, "chat_template": self.chat_template}
 
 
-def describe_start(begun: DraftHeads | Model | None) -> dict[str, Any]:
+def describe_start(start: DraftHeads | Model | None) -> dict[str, Any]:
     """Returns the values of a manifest that describe what training starts from; None for new heads."""
-    if begun is None:
+    if start is None:
         return {"start": None, "start_network": None}
-    network = begun.config if isinstance(begun, DraftHeads) else begun.lm
-    return {"start": fingerprint(begun.params), "start_network": describe_static(network)}
+    network = start.config if isinstance(start, DraftHeads) else start.lm
+    return {"start": fingerprint(start.params), "start_network": describe_static(network)}
 
 
-def _tokenizer_print(tokenizer: Tokenizer | None) -> str | None:
+def _hash_tokenizer(tokenizer: Tokenizer | None) -> str | None:
     if tokenizer is None:
         return None
     ids = [tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos]
     return hashlib.sha256(f"{ids} {tokenizer.text}".encode()).hexdigest()
 
 
-def _template_print(template: ChatTemplate | None) -> str | None:
+def _hash_template(template: ChatTemplate | None) -> str | None:
     if template is None:
         return None
     return digest_of([template.source, template.special_tokens, *([template.named] if template.named else [])])

@@ -46,4 +46,4 @@ class Interrupts:
         if not self.wanted:
             self.wanted = True
             with contextlib.suppress(RuntimeError):  # another line may be in the middle of being printed
-                self._say("interrupted: this step is finished and saved first; Ctrl-C again ends it at once")
+                self._say("interrupted: this step is finished and saved first; press Ctrl-C again to stop at once")

@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxspec.errors import StorageError, TrainingError
 from jaxspec.storage.writing import reason, write_whole
-from jaxspec.train.manifest import LOG
+from jaxspec.train.manifest import LOG_FILE
 
-SPEED, UNDONE = "speed.jsonl", "undone.jsonl"
+SPEED_FILE, UNDONE_FILE = "speed.jsonl", "undone.jsonl"
 
 
 @dataclasses.dataclass
@@ -43,16 +43,16 @@ class Log:
 
     def __init__(self, folder: pathlib.Path, step: int):
         """Opens the log of a run that continues after a step."""
-        self._paths = [folder / name for name in (LOG, SPEED)]
-        found = [read(path) for path in self._paths]
-        for path, (records, cut) in zip(self._paths, found):
+        self._paths = [folder / name for name in (LOG_FILE, SPEED_FILE)]
+        logs = [read_log(path) for path in self._paths]
+        for path, (records, cut) in zip(self._paths, logs):
             kept = [record for record in records if record["step"] <= step]
             if undone := [record for record in records if record["step"] > step]:
-                self._append(folder / UNDONE, *undone)
+                self._append(folder / UNDONE_FILE, *undone)
             if undone or cut or not path.exists():
                 text = "".join(map(_line, kept))
                 write_whole(path, lambda file, text=text: file.write(text.encode()))
-        self.records = [record for record in found[0][0] if record["step"] <= step]
+        self.records = [record for record in logs[0][0] if record["step"] <= step]
 
     def add(self, record: dict) -> None:
         """Adds a line to `log.jsonl`."""
@@ -76,7 +76,7 @@ def _line(record: dict) -> str:
     return json.dumps(record) + "\n"
 
 
-def read(path: pathlib.Path) -> tuple[list[dict], bool]:
+def read_log(path: pathlib.Path) -> tuple[list[dict], bool]:
     """Returns the lines of a file, and whether the last one is incomplete, as it is after the process was killed."""
     try:
         *lines, last = path.read_bytes().split(b"\n")
@@ -89,7 +89,7 @@ def read(path: pathlib.Path) -> tuple[list[dict], bool]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("it names no step")
+                raise ValueError("its step is missing")
         except (ValueError, RecursionError) as error:
             raise TrainingError(
                 f"{path}, line {number}: is damaged ({error}); remove the file to resume without its lines"

@@ -15,16 +15,16 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.errors import TrainingError
 from jaxspec.train import losses, packing, sources
 from jaxspec.train.checkpoints import Checkpoints, TrainCheckpoint
-from jaxspec.train.features import Reader
+from jaxspec.train.features import FeatureReader
 from jaxspec.train.interrupt import Interrupts
 from jaxspec.train.log import Log, Watch
-from jaxspec.train.manifest import CHECKPOINTS
+from jaxspec.train.manifest import CHECKPOINTS_FOLDER
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, TrainState, learning_rate, train_step
 from jaxspec.train.trainee import Trainee
 
 
-class Setup(NamedTuple):
+class LoopSetup(NamedTuple):
     """The parts of a run that no step changes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Setup(NamedTuple):
     frozen: losses.FrozenTarget
     rows: sources.Source
     held: sources.Source | None
-    reader: Reader
+    reader: FeatureReader
     whole: jax.NamedSharding
     spread: jax.NamedSharding
 
@@ -60,35 +60,36 @@ class Loop:
         best: step and score of the best evaluation on the held-out texts; None before the first.
     """
 
-    def __init__(self, setup: Setup, folder: pathlib.Path, begun: TrainState, watch: Watch):
+    def __init__(self, setup: LoopSetup, folder: pathlib.Path, initial: TrainState, watch: Watch):
         """Opens the folder of the run.
 
         Args:
             setup: the parts that no step changes.
             folder: the folder.
-            begun: the state before the first step.
+            initial: the state before the first step.
             watch: callbacks for progress.
         """
-        self.setup, self._watch, self.store = setup, watch, Checkpoints(folder / CHECKPOINTS)
-        found, wrong = self.store.newest(begun)
-        for line in wrong:
+        self.setup, self._watch, self.store = setup, watch, Checkpoints(folder / CHECKPOINTS_FOLDER)
+        checkpoint, problems = self.store.load_newest(initial)
+        for line in problems:
             watch.say(line)
         self._order = sources.make_order(len(setup.rows.rows.tokens), setup.settings)
-        if found is None:
-            found = TrainCheckpoint(begun, self._order.get_state(), None)
+        if checkpoint is None:
+            checkpoint = TrainCheckpoint(initial, self._order.get_state(), None)
         else:
             try:
-                self._order.set_state(found.order)
+                self._order.set_state(checkpoint.order)
             except Exception as error:  # the state is of another version of grain
                 raise TrainingError(
-                    f"{self.store.folder}: the order of the rows cannot be set: {error!s:.200}"
+                    f"{self.store.folder}: the order of the rows cannot be restored, possibly because "
+                    f"grain has another version: {error!s:.200}"
                 ) from None
-            watch.say(f"resumes after step {int(found.state.step)}")
+            watch.say(f"resumes after step {int(checkpoint.state.step)}")
         # A copy, because a step donates the buffers of its state.
-        self._state: TrainState = jax.tree.map(jnp.copy, jax.device_put(found.state, setup.whole))
-        self.best, self.log = found.best, Log(folder, int(found.state.step))
-        self._take, self._judge = _compiled(setup.settings, setup.trainee, setup.network)
-        self._timed = (time.perf_counter(), int(found.state.step))  # when the last line was logged, and its step
+        self._state: TrainState = jax.tree.map(jnp.copy, jax.device_put(checkpoint.state, setup.whole))
+        self.best, self.log = checkpoint.best, Log(folder, int(checkpoint.state.step))
+        self._take_step, self._sum_losses = _compiled(setup.settings, setup.trainee, setup.network)
+        self._timed = (time.perf_counter(), int(checkpoint.state.step))  # when the last line was logged, and its step
 
     def run(self) -> TrainState:
         """Takes the remaining steps, and returns the last state.
@@ -102,7 +103,7 @@ class Loop:
         with Interrupts(self._watch.say) as interrupts:
             for now in range(int(self._state.step) + 1, settings.steps + 1):
                 index = next(self._order)
-                self._state, report = self._take(self.setup.frozen, self._state, self._batch(index))
+                self._state, report = self._take_step(self.setup.frozen, self._state, self._batch(index))
                 self._check_finite(now)
                 last = now == settings.steps
                 if now % settings.log_every == 0 or last:
@@ -135,8 +136,8 @@ class Loop:
         most = self.setup.settings.max_bad_steps
         if int(self._state.bad) >= most:
             raise TrainingError(
-                f"step {now}: the loss was not finite {most} times in a row; lower the learning rate, and use another "
-                f"folder (the checkpoint of step {max(self.store.steps() or [0])} is intact)"
+                f"step {now}: the loss was not finite {most} times in a row; lower learning_rate (--learning-rate), "
+                f"and use another folder. The checkpoint of step {max(self.store.steps() or [0])} is intact"
             )
 
     def _report(self, now: int, report: Report) -> None:
@@ -147,7 +148,7 @@ class Loop:
             "loss": _number(report.loss),
             "learning_rate": _number(learning_rate(settings)(now - 1)),
             "gradient": _number(report.gradient),
-            **shares(state.window),
+            **average_sums(state.window),
             "skipped": int(state.skipped),
         }
         self._state = state._replace(window=jax.tree.map(jnp.zeros_like, state.window))
@@ -165,9 +166,9 @@ class Loop:
         frozen = setup.frozen
         if params.target is not None:
             frozen = losses.freeze(setup.trainee, setup.network, params.target, dtype=setup.settings.precision)
-            held = sources.computed(setup.reader, params.target, held.rows)
-        judge = functools.partial(self._judge, frozen, params.heads)
-        record = {"step": now, "held_out": evaluate(judge, held, setup.reader.batch)}
+            held = sources.compute_features_on_demand(setup.reader, params.target, held.rows)
+        sum_batch = functools.partial(self._sum_losses, frozen, params.heads)
+        record = {"step": now, "held_out": evaluate(sum_batch, held, setup.reader.batch)}
         self.log.add(record)
         score = record["held_out"]["accepted_length"]
         if self.best is None or score > self.best[1]:
@@ -180,16 +181,16 @@ def _number(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def shares(found: losses.Sums) -> dict[str, Any]:
+def average_sums(sums: losses.LossSums) -> dict[str, Any]:
     """Returns sums as the values of a line of the log."""
-    seen = np.maximum(np.asarray(found.seen), 1)
+    seen = np.maximum(np.asarray(sums.seen), 1)
     return {
-        "loss_by_token": (np.asarray(found.loss) / np.maximum(np.asarray(found.counted), 1)).tolist(),
-        "top1": (np.asarray(found.top1) / seen).tolist(),
-        "top5": (np.asarray(found.top5) / seen).tolist(),
-        "accepted": np.asarray(losses.accepted_shares(found)).tolist(),
-        "accepted_length": float(losses.accepted_length(found)),
-        **({} if found.blocks is None else found.blocks.shares(seen)),
+        "loss_by_token": (np.asarray(sums.loss) / np.maximum(np.asarray(sums.counted), 1)).tolist(),
+        "top1": (np.asarray(sums.top1) / seen).tolist(),
+        "top5": (np.asarray(sums.top5) / seen).tolist(),
+        "accepted": np.asarray(losses.estimate_accepted_shares(sums)).tolist(),
+        "accepted_length": float(losses.estimate_accepted_length(sums)),
+        **({} if sums.blocks is None else sums.blocks.average(seen)),
     }
 
 
@@ -200,23 +201,23 @@ def _compiled(settings: TrainSettings, trainee: Trainee, network: LanguageModel)
     step = jax.jit(functools.partial(train_step, settings, trainee, network), donate_argnums=1)
 
     @jax.jit
-    def judge(frozen: losses.FrozenTarget, params: Any, batch: losses.Batch) -> losses.Sums:
-        return losses.sums(settings, trainee, params, frozen, batch)
+    def sum_losses(frozen: losses.FrozenTarget, params: Any, batch: losses.Batch) -> losses.LossSums:
+        return losses.sum_losses(settings, trainee, params, frozen, batch)
 
-    return step, judge
+    return step, sum_losses
 
 
-def evaluate(judge: Callable, source: sources.Source, size: int) -> dict[str, Any]:
+def evaluate(sum_batch: Callable, source: sources.Source, size: int) -> dict[str, Any]:
     """Evaluates heads on rows, in batches of one size.
 
     Args:
-        judge: a function from a batch to its sums.
+        sum_batch: a function from a batch to its sums.
         source: the rows.
         size: rows of each batch; the last one is padded.
     """
     total = None
     for batch in source.batches(size):
-        found = judge(batch)
-        total = found if total is None else jax.tree.map(jnp.add, total, found)
+        sums = sum_batch(batch)
+        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     assert total is not None
-    return shares(total)
+    return average_sums(total)

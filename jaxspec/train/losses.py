@@ -27,13 +27,13 @@ from jaxspec.models.layers import matmul
 from jaxspec.train import calibration
 from jaxspec.train.batch import Batch as Batch
 from jaxspec.train.batch import FrozenTarget as FrozenTarget
-from jaxspec.train.batch import ahead as ahead
-from jaxspec.train.batch import here, kept
-from jaxspec.train.batch import wanted as wanted
+from jaxspec.train.batch import find_supervised as find_supervised
+from jaxspec.train.batch import limit_anchors, take_anchors
+from jaxspec.train.batch import shift_left as shift_left
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Trainee
 
-LEAST, MIX = 1e-5, 3.0
+MIN_ACCEPTANCE, MIX_RATE = 1e-5, 3.0
 """Constants of the LK losses: the smallest acceptance whose logarithm is taken, and eta."""
 
 
@@ -65,7 +65,7 @@ def freeze(
     )
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over positions, by drafted token, so that the sums of the parts of a batch can be added.
 
     Attributes:
@@ -89,8 +89,8 @@ class Sums(NamedTuple):
     @classmethod
     def zeros(cls, settings: TrainSettings, trainee: Trainee) -> Self:
         """Returns sums of zero, over no positions."""
-        judged = trainee.blocks is not None and has_law(settings, trainee)
-        blocks = calibration.BlockSums.zeros(trainee.drafted) if judged else None
+        has_blocks = trainee.blocks is not None and has_law(settings, trainee)
+        blocks = calibration.BlockSums.zeros(trainee.drafted) if has_blocks else None
         return cls(*(jnp.zeros(trainee.drafted) for _ in range(6)), blocks=blocks)
 
 
@@ -109,12 +109,12 @@ def needs_laws(settings: TrainSettings, trainee: Trainee) -> bool:
     return trainee.blocks is not None or settings.loss not in ("ce", "kl")
 
 
-def acceptance_of(logits: Float[Array, "*b R"], target: Float[Array, "*b R"]) -> Float[Array, "*b"]:
-    """Computes the probability mass that both laws share, 1 - total variation; `target` is as in `of_law`."""
+def compute_acceptance(logits: Float[Array, "*b R"], target: Float[Array, "*b R"]) -> Float[Array, "*b"]:
+    """Computes the probability mass that both laws share, 1 - total variation; `target` is as in `compute_loss`."""
     return jnp.minimum(jnp.exp(target), jax.nn.softmax(logits, -1)).sum(-1)
 
 
-def of_law(
+def compute_loss(
     kind: str,
     logits: Float[Array, "*b R"],
     label: Int[Array, "*b"],
@@ -136,18 +136,18 @@ def of_law(
         return -jnp.take_along_axis(draft, label[..., None], -1)[..., 0]
     assert target is not None
     if kind == "ce-l1":
-        entropy = jnp.where(label < 0, 0.0, of_law("ce", logits, jnp.maximum(label, 0), None))
-        return ce_share * entropy + (1 - ce_share) * 2 * (1 - acceptance_of(logits, target))
-    known = jax.nn.log_softmax(target, -1)
-    divergence = jnp.where(known > -jnp.inf, jnp.exp(known) * (known - draft), 0.0).sum(-1)
+        entropy = jnp.where(label < 0, 0.0, compute_loss("ce", logits, jnp.maximum(label, 0), None))
+        return ce_share * entropy + (1 - ce_share) * 2 * (1 - compute_acceptance(logits, target))
+    renormalised = jax.nn.log_softmax(target, -1)
+    divergence = jnp.where(renormalised > -jnp.inf, jnp.exp(renormalised) * (renormalised - draft), 0.0).sum(-1)
     if kind == "kl":
         return divergence
     acceptance = jnp.minimum(jnp.exp(target), jnp.exp(draft)).sum(-1)
     if kind == "tv":
         return 1 - acceptance
     if kind == "lk-alpha":
-        return -jnp.log(jnp.maximum(acceptance, LEAST))
-    mix = jnp.exp(-MIX * lax.stop_gradient(acceptance))
+        return -jnp.log(jnp.maximum(acceptance, MIN_ACCEPTANCE))
+    mix = jnp.exp(-MIX_RATE * lax.stop_gradient(acceptance))
     return mix * divergence + (1 - mix) * (1 - acceptance)
 
 
@@ -155,11 +155,11 @@ def counted_positions(
     settings: TrainSettings, trainee: Trainee, frozen: FrozenTarget, batch: Batch, step: int
 ) -> Bool[Array, "B A"]:
     """Returns a mask of the positions with a loss. Only the loss "ce" needs a token that can be drafted."""
-    batch = batch if trainee.blocks is None else kept(batch, trainee.blocks.shares, step)
-    there = here(batch, wanted(batch, step, trainee.blocks is not None))
+    batch = batch if trainee.blocks is None else limit_anchors(batch, trainee.blocks.shares, step)
+    there = take_anchors(batch, find_supervised(batch, step, trainee.blocks is not None))
     if settings.loss != "ce" or frozen.index is None:
         return there
-    return there & (frozen.index[here(batch, ahead(batch.tokens, 2 + step))] >= 0)
+    return there & (frozen.index[take_anchors(batch, shift_left(batch.tokens, 2 + step))] >= 0)
 
 
 def target_law(frozen: FrozenTarget, features: Float[Array, "B T F"]) -> Float[Array, "B T R"]:
@@ -172,28 +172,32 @@ def target_law(frozen: FrozenTarget, features: Float[Array, "B T F"]) -> Float[A
     return logits - jax.nn.logsumexp(whole, -1, keepdims=True)
 
 
-def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: FrozenTarget, batch: Batch) -> Sums:
+def sum_losses(
+    settings: TrainSettings, trainee: Trainee, params: Params, frozen: FrozenTarget, batch: Batch
+) -> LossSums:
     """Computes the sums of loss and accuracy of every drafted token on some rows."""
     # Features of padding may be NaN, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
     whole, blocks = batch._replace(features=features), trainee.blocks
     law = lax.stop_gradient(target_law(frozen, features)) if has_law(settings, trainee) else None
-    found: list[tuple] = []
-    shared = Sums.zeros(settings, trainee).blocks
+    columns: list[tuple] = []
+    shared = LossSums.zeros(settings, trainee).blocks
     reached = jnp.ones((len(features), 1), bool)
     running = jnp.ones((len(features), 1))
     for step, (logits, penalty, certainty) in enumerate(trainee.unroll(params, frozen, whole)):
-        batch = whole if blocks is None else kept(whole, blocks.shares, step)
-        there = here(batch, wanted(batch, step, blocks is not None))
-        token = here(batch, ahead(batch.tokens, 2 + step))
+        batch = whole if blocks is None else limit_anchors(whole, blocks.shares, step)
+        there = take_anchors(batch, find_supervised(batch, step, blocks is not None))
+        token = take_anchors(batch, shift_left(batch.tokens, 2 + step))
         row = token if frozen.index is None else frozen.index[token]
         label = jnp.maximum(row, 0)
-        ahead_law = None if law is None else here(batch, ahead(law, 1 + step))
-        loss = of_law(settings.loss, logits, row if settings.loss == "ce-l1" else label, ahead_law, settings.ce_share)
+        ahead_law = None if law is None else take_anchors(batch, shift_left(law, 1 + step))
+        loss = compute_loss(
+            settings.loss, logits, row if settings.loss == "ce-l1" else label, ahead_law, settings.ce_share
+        )
         loss = loss if penalty is None else loss + penalty
         if blocks is not None and shared is not None:
             assert ahead_law is not None
-            same = lax.stop_gradient(acceptance_of(logits, ahead_law))
+            same = lax.stop_gradient(compute_acceptance(logits, ahead_law))
             if certainty is not None:
                 loss = loss + blocks.confidence * optax.sigmoid_binary_cross_entropy(certainty, same)
             running = running[:, : there.shape[1]] * jnp.where(there, same, 0.0)
@@ -206,26 +210,26 @@ def sums(settings: TrainSettings, trainee: Trainee, params: Params, frozen: Froz
         taken = counted_positions(settings, trainee, frozen, whole, step)
         total = jnp.where(taken, loss, 0.0).sum()
         five = there & (row >= 0) & (rank < 5)
-        found.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))
-    return Sums(*(jnp.stack(column) for column in zip(*found)), blocks=shared)
+        columns.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))
+    return LossSums(*(jnp.stack(column) for column in zip(*columns)), blocks=shared)
 
 
-def own_loss(frozen: FrozenTarget, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:
+def sum_target_loss(frozen: FrozenTarget, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:
     """Sums the cross-entropy of the target's own predictions of the next token, which Medusa-2 adds to the loss."""
-    there = (batch.segments > 0) & (ahead(batch.segments, 1) == batch.segments) & ahead(batch.mask, 1)
+    there = (batch.segments > 0) & (shift_left(batch.segments, 1) == batch.segments) & shift_left(batch.mask, 1)
     law = jax.nn.log_softmax(matmul(features, frozen.rows, transposed=True), -1)
-    each = jnp.take_along_axis(law, ahead(batch.tokens, 1)[..., None], -1)[..., 0]
+    each = jnp.take_along_axis(law, shift_left(batch.tokens, 1)[..., None], -1)[..., 0]
     return -jnp.where(there, each, 0.0).sum()
 
 
-def accepted_shares(found: Sums) -> Float[Array, "n"]:
+def estimate_accepted_shares(sums: LossSums) -> Float[Array, "n"]:
     """Returns the share of greedy rounds on a chain that accept each token, estimated from rounds at every position."""
-    return found.reached / jnp.maximum(found.seen, 1)
+    return sums.reached / jnp.maximum(sums.seen, 1)
 
 
-def accepted_length(found: Sums) -> Array:
+def estimate_accepted_length(sums: LossSums) -> Array:
     """Estimates the tokens of a greedy round on a chain, including the target's own, from rounds at every position."""
-    return 1 + accepted_shares(found).sum()
+    return 1 + estimate_accepted_shares(sums).sum()
 
 
 def head_weights(settings: TrainSettings, running: Float[Array, "n"], gamma: float | None = None) -> Float[Array, "n"]:

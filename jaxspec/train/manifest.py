@@ -20,17 +20,17 @@ from jaxspec.storage.reading import check_path
 from jaxspec.train.files import write_json
 from jaxspec.train.settings import TrainSettings
 
-ANSWERS, FEATURES, HELD, CHECKPOINTS = "answers", "features", "held-out", "checkpoints"
-HEADS, DRAFT = "heads", "draft"
-"""The folders of a run. `FEATURES` holds the features of the rows to train on, `HELD` the features of the
-held-out rows. The result is in `HEADS` or `DRAFT`."""
-LOG, SETTINGS = "log.jsonl", "settings.json"
+ANSWERS_FOLDER, FEATURES_FOLDER, HELD_OUT_FOLDER, CHECKPOINTS_FOLDER = "answers", "features", "held-out", "checkpoints"
+HEADS_FOLDER, DRAFT_FOLDER = "heads", "draft"
+"""The folders of a run. `FEATURES_FOLDER` holds the features of the rows to train on, `HELD_OUT_FOLDER` the features
+of the held-out rows. The result is in `HEADS_FOLDER` or `DRAFT_FOLDER`."""
+LOG_FILE, SETTINGS_FILE = "log.jsonl", "settings.json"
 Say = Callable[[str], Any]
-FREE = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
+CHANGEABLE_SETTINGS = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
 """Settings that may change when a run is resumed. They affect answers, features and steps only through the prompts."""
-SPLIT = ("distill", "held_out", "row_tokens")
+ROW_SETTINGS = ("distill", "held_out", "row_tokens")
 """Settings that divide texts into rows."""
-DATA = {
+CHECKSUM_LABELS = {
     "target": "another target, or this one in another dtype",
     "prompts": "other prompts",
     "texts": "other texts",
@@ -39,7 +39,7 @@ DATA = {
     "chat_template": "another chat template",
 }
 """The values that are compared by checksum, and the description of a difference."""
-LATER = {
+LATER_LABELS = {
     "target_network": "the sizes and constants of the target",
     "start_network": "the sizes and constants of the start",
     "stop_ids": "the stop tokens of the target",
@@ -49,23 +49,29 @@ LATER = {
 """The values that manifests of earlier versions do not hold, and their descriptions."""
 
 
-def of_answers(settings: TrainSettings) -> dict[str, Any]:
+def answer_settings(settings: TrainSettings) -> dict[str, Any]:
     """Returns the settings that answers depend on."""
     found = {"answer_tokens": settings.answer_tokens, "answer_temperature": settings.answer_temperature}
     return found | ({"seed": settings.seed} if settings.answer_temperature else {})
 
 
-def of_features(settings: TrainSettings) -> dict[str, Any]:
+def row_settings(settings: TrainSettings) -> dict[str, Any]:
     """Returns the settings that the division of texts into rows depends on."""
-    return {name: getattr(settings, name) for name in SPLIT} | (of_answers(settings) if settings.distill else {})
+    return {name: getattr(settings, name) for name in ROW_SETTINGS} | (
+        answer_settings(settings) if settings.distill else {}
+    )
 
 
-def of_run(settings: TrainSettings) -> dict[str, Any]:
+def run_settings(settings: TrainSettings) -> dict[str, Any]:
     """Returns the settings that the result depends on, except `start`."""
-    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in (*FREE, "start")}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(settings).items()
+        if name not in (*CHANGEABLE_SETTINGS, "start")
+    }
 
 
-def folder_of(path: str | os.PathLike) -> pathlib.Path:
+def check_folder(path: str | os.PathLike) -> pathlib.Path:
     """Returns the folder as an absolute path, so that a change of the working directory does not move a run.
 
     Raises:
@@ -75,89 +81,89 @@ def folder_of(path: str | os.PathLike) -> pathlib.Path:
 
 
 def match_run(
-    folder: pathlib.Path, shelf: pathlib.Path, about: dict[str, Any], because: dict[str, Any], say: Say
+    folder: pathlib.Path, data_folder: pathlib.Path, about: dict[str, Any], causes: dict[str, Any], say: Say
 ) -> None:
     """Writes or compares the manifest of a run. A run has content as soon as a step was logged or saved.
 
     Args:
         folder: the folder of the run.
-        shelf: the folder of the run's answers and features.
+        data_folder: the folder of the run's answers and features.
         about: the run's settings and the checksums of its data.
-        because: values that explain a difference in `about`.
+        causes: values that explain a difference in `about`.
         say: called with a line of text.
 
     Raises:
         TrainingError, StorageError: see `write_or_match_manifest`.
     """
-    log = folder / LOG
+    log = folder / LOG_FILE
     try:
-        results = [folder / name for name in (HEADS, DRAFT) if (folder / name).exists()]
-        made = bool(results) or (log.exists() and log.stat().st_size > 0)
-        made = made or any("step-" in path.name for path in (folder / CHECKPOINTS).glob("*"))
+        results = [folder / name for name in (HEADS_FOLDER, DRAFT_FOLDER) if (folder / name).exists()]
+        has_content = bool(results) or (log.exists() and log.stat().st_size > 0)
+        has_content = has_content or any("step-" in path.name for path in (folder / CHECKPOINTS_FOLDER).glob("*"))
     except OSError as error:
         raise TrainingError(f"{folder}: cannot be read: {error.strerror}") from None
 
-    def advice(odd: list[str]) -> str:
-        other = "go on with those, or name another folder (--out)"
-        if results and not {"target", "target_network"} & set(odd):
-            other += f", and train on from this result with --start {results[0]}"
+    def advice(differing: list[str]) -> str:
+        change = "use the same values, or another folder (--out)"
+        if results and not {"target", "target_network"} & set(differing):
+            change += f"; to continue the training of this result there, add --start {results[0]}"
         answers = {"target", "target_network", "prompts", "answer_tokens", "answer_temperature"}
-        if set(odd) & (answers | ({"seed"} if about["answer_temperature"] else set())):
-            return other
-        if set(odd) & {"texts", *SPLIT}:
-            return f"{other}; the answers can be kept: copy {shelf / ANSWERS} into it"
-        return f"{other}; the answers and features can be kept (--data {shelf})"
+        if set(differing) & (answers | ({"seed"} if about["answer_temperature"] else set())):
+            return change
+        if set(differing) & {"texts", *ROW_SETTINGS}:
+            return f"{change}; to keep the answers, copy {data_folder / ANSWERS_FOLDER} into it"
+        return f"{change}; to keep the answers and features, add --data {data_folder}"
 
-    write_or_match_manifest(folder / SETTINGS, about, made, "a run", advice, because, say)
+    write_or_match_manifest(folder / SETTINGS_FILE, about, has_content, "a run", advice, causes, say)
 
 
 def write_or_match_manifest(
     path: pathlib.Path,
     about: dict[str, Any],
-    made: bool,
+    has_content: bool,
     what: str,
     advice: Callable[[list[str]], str],
-    because: dict[str, Any],
+    causes: dict[str, Any],
     say: Say,
 ) -> None:
     """Writes the manifest of an empty folder, or compares the manifest of a folder with content.
 
-    A manifest of an earlier version lacks some values (`LATER`). They are not compared, and a line says so.
+    A manifest of an earlier version lacks some values (`LATER_LABELS`). They are not compared, and a line says so.
 
     Args:
         path: the file.
         about: the values that the content depends on, as JSON.
-        made: whether the folder has content.
+        has_content: whether the folder has content.
         what: the content, for the error message.
         advice: a function from the names of different values to a suggestion for the user.
-        because: values that explain a difference; if only they differ, the content is the same.
+        causes: values that explain a difference; if only they differ, the content is the same.
         say: called with a line of text.
 
     Raises:
         TrainingError: the content was made with other values, or the file cannot be read.
         StorageError: the file cannot be written.
     """
-    if not made:
-        return write_json(path, about | because)
+    if not has_content:
+        return write_json(path, about | causes)
     try:
-        there = json.loads(path.read_text())
-        if not isinstance(there, dict):
-            raise ValueError(f"expected an object, got {type(there).__name__}")
+        recorded = json.loads(path.read_text())
+        if not isinstance(recorded, dict):
+            raise ValueError(f"expected an object, got {type(recorded).__name__}")
     except (OSError, ValueError) as error:
         cause = getattr(error, "strerror", None) or error
         raise TrainingError(
-            f"{path}: cannot be read: {cause}; it holds the settings of what is in this folder: name another one"
+            f"{path}: cannot be read: {cause}. It holds the settings of the files in this folder; use another folder"
         ) from None
-    differences, unknown = _compare("", there, about)
+    differences, unknown = _compare("", recorded, about)
     if not differences:
         if unknown:
-            names = ", ".join(LATER.get(name, name) for name in unknown)
-            say(f"{path} is of an earlier version and does not record {names}: not compared")
+            names = ", ".join(LATER_LABELS.get(name, name) for name in unknown)
+            say(f"{path} is from an earlier version of jaxspec and does not record {names}, so they are not compared")
         return None
-    differences |= _compare("", there, because)[0]
+    differences |= _compare("", recorded, causes)[0]
     reasons = [line for name, line in differences.items() if name != "texts"] or list(differences.values())
-    odd = [name.split(".")[0] for name in differences]
-    raise TrainingError(f"{path.parent} holds {what} made with {'; '.join(reasons)}: {advice(odd)}")
+    differing = [name.split(".")[0] for name in differences]
+    raise TrainingError(f"{path.parent} holds {what} made with {'; '.join(reasons)}: {advice(differing)}")
 
 
 def _compare(name: str, before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
@@ -170,12 +176,12 @@ def _compare(name: str, before: dict[str, Any], now: dict[str, Any]) -> tuple[di
     unknown: list[str] = []
     for key, value in now.items():
         dotted, old = f"{name}{key}", before.get(key)
-        if key not in before and (name or key in LATER):
+        if key not in before and (name or key in LATER_LABELS):
             unknown.append(dotted)
         elif isinstance(old, dict) and isinstance(value, dict):
             inner, missing = _compare(f"{dotted}.", old, value)
             differences |= inner
             unknown += missing
         elif old != value:
-            differences[dotted] = DATA.get(dotted) or f"{dotted}={old!r:.40}, now {value!r:.40}"
+            differences[dotted] = CHECKSUM_LABELS.get(dotted) or f"{dotted}={old!r:.40}, now {value!r:.40}"
     return differences, unknown

@@ -12,14 +12,14 @@ from jaxspec.amounts import plural
 from jaxspec.core.networks import ProjectedTarget, empty_feature, need_members
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, ShapeMismatch
-from jaxspec.heads.medusa import normed
+from jaxspec.heads.medusa import normalize_embeddings
 from jaxspec.heads.medusa_config import HeadsConfig
-from jaxspec.heads.network import DraftHeads, check_kind, check_target, module, vocabulary
+from jaxspec.heads.network import DraftHeads, check_kind, check_target, make_network, vocab_size_of
 from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, shift_left
 from jaxspec.train.head_trainee import HeadTrainee, reduced_vocab, with_ids
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import check_start
@@ -76,20 +76,20 @@ class MedusaTrainee(HeadTrainee):
             shape = tuple(getattr(getattr(lm, name)(params), "shape", ()))
             if len(shape) != 2 or shape[0] < lm.vocab or shape[1] != width:
                 raise ShapeMismatch(
-                    f"{type(lm).__name__}.{name}(params) must be [{lm.vocab}, {width}], a row for every token, as wide "
-                    f"as the features of apply; got {list(shape)}"
+                    f"{type(lm).__name__}.{name}(params) must have the shape [{lm.vocab}, {width}]: a row for each "
+                    f"token, as wide as the features of apply; got {list(shape)}"
                 )
         if not isinstance(lm, TransformerLM):
             _check_projection(target, no_text)
         assert isinstance(lm, ProjectedTarget)
         if joint is not None and isinstance(lm.unembedding(params), Quantized):
-            raise InvalidConfig("medusa2 trains the target, and int8 weights have no gradient; use another dtype")
+            raise InvalidConfig("medusa2 trains the target, but int8 weights have no gradient; use another dtype")
         if start is not None:
             check_target(start.config, target)
             return cls.of(start.config, joint)
         config = HeadsConfig(
             hidden_size=width,
-            vocab_size=vocabulary(target),
+            vocab_size=vocab_size_of(target),
             num_heads=settings.heads,
             num_layers=settings.layers,
             inputs=inputs,
@@ -100,11 +100,14 @@ class MedusaTrainee(HeadTrainee):
 
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the logits of each head after every token t, for token t + 2 + head."""
-        heads, words = module(self.config, with_ids(params, frozen.ids)), []
+        heads, words = make_network(self.config, with_ids(params, frozen.ids)), []
         if self.config.reads_words:
             assert frozen.embed is not None
-            words = [normed(frozen.embed[ahead(batch.tokens, 1 + j)]) for j in range(self.config.num_heads)]
-        for head, features in enumerate(heads.every(batch.features.astype(jnp.float32), words)):
+            words = [
+                normalize_embeddings(frozen.embed[shift_left(batch.tokens, 1 + j)])
+                for j in range(self.config.num_heads)
+            ]
+        for head, features in enumerate(heads.each_feature(batch.features.astype(jnp.float32), words)):
             if self.config.num_projections:
                 yield Guess(heads.logits(head, features))
             else:
@@ -120,11 +123,13 @@ def _check_projection(target: Model, no_text: jax.Array) -> None:
     table = lm.unembedding(target.params)
     expected = np.asarray(matmul(feature.astype(jnp.float32), table, transposed=True))[..., : lm.vocab]
     if logits.shape != (1, 1, lm.vocab):
-        raise ShapeMismatch(f"{type(lm).__name__}.head must give [1, 1, {lm.vocab}] of one feature, got {logits.shape}")
+        raise ShapeMismatch(
+            f"{type(lm).__name__}.head must return [1, 1, {lm.vocab}] for one feature, got {logits.shape}"
+        )
     difference = np.abs(logits - expected).max()
     if not difference <= TOLERANCE * np.abs(logits).max():
         raise InvalidConfig(
-            f"{type(lm).__name__}.head must give its features times unembedding(params), and differs by "
-            f"{difference:.3g}; a bias becomes a column of the table, and a 1 at the end of the features; a scale goes "
-            "into either"
+            f"{type(lm).__name__}.head must return the features times unembedding(params), but differs by "
+            f"{difference:.3g}. Write a bias as a column of the table, with a 1 at the end of the features, and "
+            "multiply the table or the features by a scale"
         )

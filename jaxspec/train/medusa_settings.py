@@ -2,7 +2,7 @@
 
 from jaxspec.core.settings import setting, settings_class
 from jaxspec.errors import InvalidConfig
-from jaxspec.heads.medusa_config import INPUTS, PROJECTIONS
+from jaxspec.heads.medusa_config import INPUT_KINDS, PROJECTION_KINDS
 from jaxspec.train.settings import TrainSettings
 
 
@@ -25,8 +25,8 @@ class MedusaSettings(TrainSettings):
 
     heads: int = 4
     layers: int = 1
-    inputs: str = setting("path", INPUTS)
-    projection: str = setting("shared", PROJECTIONS)
+    inputs: str = setting("path", INPUT_KINDS)
+    projection: str = setting("shared", PROJECTION_KINDS)
     medusa2: bool = False
     medusa2_warmup: int = setting(100, least=0)
     medusa2_heads: float = 0.2
@@ -47,6 +47,8 @@ class MedusaSettings(TrainSettings):
     def check(self) -> None:
         """Refuses what Medusa-2 does not allow; see `TrainSettings.check`."""
         if self.medusa2 and (self.cache_features or self.loss != "ce"):
-            raise InvalidConfig("medusa2 changes the target: its features cannot be cached, and its loss is ce")
+            raise InvalidConfig(
+                "medusa2 changes the target: set cache_features to false (--no-cache-features), and loss to ce"
+            )
         if self.medusa2 and self.draft_vocab:
             raise InvalidConfig("medusa2 trains the target's own projection: leave draft_vocab at 0")

@@ -13,8 +13,8 @@ from jaxspec.storage.writing import reason, write_whole
 from jaxspec.train import log
 from jaxspec.train.log import Watch
 
-PLOT = "plot.png"
-PARTS, STEP_LINES = 4, 20
+PLOT_FILE = "plot.png"
+PHASE_LINES, STEP_LINES = 4, 20
 """Numbers of lines of progress on a console without a progress bar: the number for each phase before training, and the
 largest number for training, whose lines are evenly spaced in the log."""
 
@@ -49,11 +49,11 @@ class Monitor:
         if self._tensorboard is not None:
             self._optional("the TensorBoard log", self._tensorboard.close)
         if self._stepped:
-            self._optional(f"{self._folder / PLOT}", self._plot)
+            self._optional(f"{self._folder / PLOT_FILE}", self._plot)
 
     def _plot(self) -> None:
-        if records := log.read(self._folder / log.LOG)[0]:
-            plot(records, self._folder / PLOT)
+        if records := log.read_log(self._folder / log.LOG_FILE)[0]:
+            plot_log(records, self._folder / PLOT_FILE)
 
     def _optional(self, what: str, do: Callable[[], Any]) -> bool:
         """Calls a function that no result depends on, and returns whether it succeeded."""
@@ -99,8 +99,8 @@ class Monitor:
         self._progress.update(self._tasks[name], completed=done, description=text)
 
     def _passes(self, name: str, done: int, total: int) -> bool:
-        """Returns True if another one of the `PARTS` parts is done."""
-        part = done * PARTS // total
+        """Returns True if another one of the `PHASE_LINES` parts is done."""
+        part = done * PHASE_LINES // total
         passed = part > self._tasks.get(name, 0)
         self._tasks[name] = max(part, self._tasks.get(name, 0))
         return passed
@@ -140,7 +140,7 @@ def _tensorboard(folder: pathlib.Path) -> Any:
         raise StorageError(f"{place} cannot be written: {reason(error, place)}") from None
 
 
-def plot(records: Sequence[dict], path: pathlib.Path) -> bool:
+def plot_log(records: Sequence[dict], path: pathlib.Path) -> bool:
     """Plots loss, accuracy and acceptance of each drafted token, and the accepted length, by step.
 
     Returns:

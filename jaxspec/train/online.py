@@ -16,7 +16,7 @@ from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.losses import freeze, needs_laws
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
-from jaxspec.train.step import Report, Trainable, TrainState, init_state, read_features, train_step
+from jaxspec.train.step import Report, Trainable, TrainState, compute_features, init_state, train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ class OnlineHeads:
         """
         check_model("policy", policy)
         if not isinstance(settings, TrainSettings) or settings.trains_target or settings.trains_model:
-            raise InvalidConfig(f"settings must be of heads, such as jaxspec.MedusaSettings(), got {shown(settings)}")
+            raise InvalidConfig(f"settings must be of heads, such as jaxspec.MedusaSettings(); got {shown(settings)}")
         for name in ("draft_vocab", "accumulate", "start"):
             if getattr(settings, name) != getattr(TrainSettings, name):
-                raise InvalidConfig(f"online heads have no setting {name}: leave it at its default")
+                raise InvalidConfig(f"online heads do not support {name}; leave it at its default")
         trainee = settings.trainee(policy)
         assert isinstance(trainee, HeadTrainee), "no draft model is trained"
         return cls(trainee, settings)
@@ -66,10 +66,10 @@ class OnlineHeads:
     def step(self, policy: Model, state: TrainState, rollout: Rollout) -> tuple[TrainState, Report]:
         """Takes an optimiser step on the new tokens of a rollout, with the policy's features of these tokens."""
         lm, params = policy.lm, policy.params
-        places = jnp.arange(rollout.tokens.shape[1])
-        segments = (places < rollout.length[:, None]).astype(jnp.int32)
-        features = read_features(self.trainee.network(lm), params, rollout.tokens, segments)
-        batch = Batch(rollout.tokens, segments, (places >= rollout.start[:, None]) & (segments > 0), features)
+        positions = jnp.arange(rollout.tokens.shape[1])
+        segments = (positions < rollout.length[:, None]).astype(jnp.int32)
+        features = compute_features(self.trainee.network(lm), params, rollout.tokens, segments)
+        batch = Batch(rollout.tokens, segments, (positions >= rollout.start[:, None]) & (segments > 0), features)
         laws = needs_laws(self.settings, self.trainee)
         frozen = freeze(self.trainee, lm, params, laws=laws, dtype=self.settings.precision)
         parts = jax.tree.map(lambda leaf: leaf[None], batch)

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     mask: np.ndarray
 
 
-def pack(texts: Iterable[Text], length: int) -> tuple[Rows, int]:
+def pack_texts(texts: Iterable[Text], length: int) -> tuple[Rows, int]:
     """Packs each text into the first row with room for it.
 
     Args:
@@ -92,6 +92,6 @@ def pack_supervised_spans(rows: Rows, drafted: int) -> tuple[Rows, np.ndarray]:
             for a, b in itertools.pairwise(edges)
             if number[a]
         ]
-    packed, _ = pack(spans, rows.tokens.shape[1])
+    packed, _ = pack_texts(spans, rows.tokens.shape[1])
     tokens = np.where(packed.segments > 0, rows.tokens.reshape(-1)[packed.tokens], 0)
     return packed._replace(tokens=tokens), packed.tokens

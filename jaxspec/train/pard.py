@@ -25,15 +25,13 @@ from jaxspec.drafters.pard import Pard
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
-from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead, here, kept, positions_of
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, limit_anchors, positions_of, shift_left, take_anchors
 from jaxspec.train.pard_settings import PardSettings
-from jaxspec.train.trainee import About, BlockTraining, Trainee
+from jaxspec.train.trainee import BLOCKS_AT_ONCE, About, BlockTraining, Trainee
 
-CHUNK = 64
-"""Number of blocks of a row that are read at once in evaluation, which reads a block at every position."""
-EVERYWHERE = BlockTraining(anchors=None, gamma=float("inf"))
+BLOCKS_EVERYWHERE = BlockTraining(anchors=None, gamma=float("inf"))
 """Blocks at all positions, whose tokens all have the same weight."""
-SERVED_BY = (
+PARD_SYSTEMS = (
     "A draft model with the entry pard_token in its config.json is served by jaxspec, and by other systems that draft "
     "with PARD models, such as vLLM."
 )
@@ -53,7 +51,7 @@ class PardTrainee(Trainee):
 
     model: LanguageModel
     token: int
-    blocks: BlockTraining = EVERYWHERE
+    blocks: BlockTraining = BLOCKS_EVERYWHERE
 
     @classmethod
     def make(cls, settings: PardSettings, target: Model, start: Any) -> Self:
@@ -64,9 +62,11 @@ class PardTrainee(Trainee):
             VocabMismatch: its vocabulary is not the target's.
         """
         if not isinstance(start, Model):
-            raise InvalidConfig(f"a PARD model is trained from a draft model: set start (--start), got {shown(start)}")
+            raise InvalidConfig(f"a PARD model is trained from a draft model: set start (--start); got {shown(start)}")
         if is_pard2(start.settings):
-            raise InvalidConfig(f"start: {start.name} is a PARD-2 model, whose projection is not trained here")
+            raise InvalidConfig(
+                f"start: {start.name} is a PARD-2 model, which cannot be trained; use another draft model"
+            )
         token = start.settings.get("pard_token") if settings.pard_token < 0 else settings.pard_token
         if token is None:
             token = (start.lm.config.vocab_size if isinstance(start.lm, TransformerLM) else start.lm.vocab) - 1
@@ -75,12 +75,12 @@ class PardTrainee(Trainee):
         shares = tuple(max(settings.retention**i, settings.retention_min) if i else 1.0 for i in range(settings.depth))
         sizes = f"A draft model that names {settings.depth} tokens in one call, mask token {drafter.token}"
         return cls(
-            about=About("PARD model", sizes, SERVED_BY),
+            about=About("PARD model", sizes, PARD_SYSTEMS),
             drafter="pard",
             drafted=settings.depth,
             vocab_size=drafter.vocab,
             reads_features=False,
-            blocks=EVERYWHERE._replace(shares=shares),
+            blocks=BLOCKS_EVERYWHERE._replace(shares=shares),
             model=drafter.network,
             token=drafter.token,
         )
@@ -92,42 +92,42 @@ class PardTrainee(Trainee):
 
     def _states(self, params: Params, batch: Batch) -> list[Float[Array, "B A E"]]:
         """Returns, for each token of a block, the features of the rows that predict it."""
-        if batch.places is not None:
-            every = (kept(batch, self.blocks.shares, step).places for step in range(self.drafted))
-            return self._read(params, batch, tuple(each.shape[1] for each in every if each is not None))
+        if batch.anchors is not None:
+            anchors = (limit_anchors(batch, self.blocks.shares, step).anchors for step in range(self.drafted))
+            return self._read(params, batch, tuple(each.shape[1] for each in anchors if each is not None))
         rows, size = batch.tokens.shape
-        chunk = min(CHUNK, size)
+        chunk = min(BLOCKS_AT_ONCE, size)
         steps = jnp.broadcast_to(jnp.arange(size), (rows, size))
         padded = jnp.pad(steps, ((0, 0), (0, -size % chunk)))
 
-        def read(places: Int[Array, "B A"]) -> list[Float[Array, "B A E"]]:
-            return self._read(params, batch._replace(places=places), (chunk,) * self.drafted)
+        def read(anchors: Int[Array, "B A"]) -> list[Float[Array, "B A E"]]:
+            return self._read(params, batch._replace(anchors=anchors), (chunk,) * self.drafted)
 
-        found = lax.map(read, padded.reshape(rows, -1, chunk).swapaxes(0, 1))
-        return [states.swapaxes(0, 1).reshape(rows, padded.shape[1], -1)[:, :size] for states in found]
+        chunks = lax.map(read, padded.reshape(rows, -1, chunk).swapaxes(0, 1))
+        return [states.swapaxes(0, 1).reshape(rows, padded.shape[1], -1)[:, :size] for states in chunks]
 
     def _read(self, params: Params, batch: Batch, counts: tuple[int, ...]) -> list[Float[Array, "B A E"]]:
-        """Returns, for token i of a block, the features of its rows at the first `counts[i]` of `batch.places`."""
+        """Returns, for token i of a block, the features of its rows at the first `counts[i]` of `batch.anchors`."""
         rows, size = batch.tokens.shape
-        assert batch.places is not None
+        assert batch.anchors is not None
         block = np.concatenate([np.arange(count) for count in counts])[counts[0] :]  # the block of each mask
         depth = np.repeat(np.arange(len(counts)), counts)[counts[0] :]
-        masks = batch._replace(places=batch.places[:, block])
-        places, positions, step = masks.places, positions_of(batch.segments), jnp.arange(size)
-        assert places is not None
-        same = here(masks, batch.segments)[:, :, None] == batch.segments[:, None]
+        masks = batch._replace(anchors=batch.anchors[:, block])
+        anchors, positions, step = masks.anchors, positions_of(batch.segments), jnp.arange(size)
+        assert anchors is not None
+        same = take_anchors(masks, batch.segments)[:, :, None] == batch.segments[:, None]
         text = (batch.segments[:, :, None] == batch.segments[:, None]) & (step[:, None] >= step)
-        behind = same & (step <= places[:, :, None] + 1)
+        behind = same & (step <= anchors[:, :, None] + 1)
         own = jnp.broadcast_to((block[:, None] == block) & (depth[:, None] >= depth), (rows, block.size, block.size))
         seen = jnp.concatenate([jnp.concatenate([text, behind], 1), jnp.pad(own, ((0, 0), (size, 0), (0, 0)))], 2)
         window = Window(
             jnp.pad(batch.tokens, ((0, 0), (0, block.size)), constant_values=self.token),
-            jnp.concatenate([positions, here(masks, positions) + 1 + depth], 1),
+            jnp.concatenate([positions, take_anchors(masks, positions) + 1 + depth], 1),
             seen,
         )
         model = self._of_dtype(params)
         features, _ = model.apply(params, window, model.init_cache(rows, 0))
-        first = here(batch, ahead(features[:, :size], 1))[:, : counts[0]]
+        first = take_anchors(batch, shift_left(features[:, :size], 1))[:, : counts[0]]
         return [first, *jnp.split(features[:, size:], np.cumsum(counts[1:])[:-1], axis=1)][: len(counts)]
 
     def _of_dtype(self, params: Params) -> LanguageModel:

@@ -45,4 +45,4 @@ class PardSettings(TrainSettings):
         if self.draft_vocab:
             raise InvalidConfig("a PARD model drafts from the whole vocabulary: leave draft_vocab at 0")
         if self.decay != TrainSettings.decay:
-            raise InvalidConfig("all tokens of a PARD model have one weight: set retention in place of decay")
+            raise InvalidConfig("all tokens of a PARD model have the same weight: set retention instead of decay")

@@ -33,19 +33,19 @@ from jaxspec.storage.reading import check_path
 from jaxspec.text import conversations
 from jaxspec.text.conversations import BadRow, Conversation
 from jaxspec.train import losses, manifest, sources
-from jaxspec.train.checkpoints import Damaged
+from jaxspec.train.checkpoints import DamagedCheckpoint
 from jaxspec.train.dataset import Data, prepare_data
-from jaxspec.train.features import Reader
+from jaxspec.train.features import FeatureReader
 from jaxspec.train.files import digest_of, fingerprint
 from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.identity import TargetIdentity, describe_start
 from jaxspec.train.log import Watch
-from jaxspec.train.loop import Loop, Setup
+from jaxspec.train.loop import Loop, LoopSetup
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Trainable, TrainState, init_state
 from jaxspec.train.trained import Trained as Trained
-from jaxspec.train.trained import begun_from
+from jaxspec.train.trained import load_start
 from jaxspec.train.trainee import Trainee
 
 
@@ -56,18 +56,18 @@ class _Run(NamedTuple):
         settings: the settings.
         target: the target without kernels, because kernels have no gradient and training multiplies many rows.
         trainee: the heads or the draft model.
-        begun: what training starts from; None for new heads.
+        start: what training starts from; None for new heads.
         folder: the folder of the run.
-        shelf: the folder of the run's answers and features.
+        data_folder: the folder of the run's answers and features.
         watch: callbacks for progress.
     """
 
     settings: TrainSettings
     target: Model
     trainee: Trainee
-    begun: DraftHeads | Model | None
+    start: DraftHeads | Model | None
     folder: pathlib.Path
-    shelf: pathlib.Path
+    data_folder: pathlib.Path
     watch: Watch
 
 
@@ -111,18 +111,18 @@ def train_heads(
     check_model("target", target)
     answerer, target = target, without_kernels(target)
     if not isinstance(settings, TrainSettings):
-        raise InvalidConfig(f"settings must be of a kind, such as jaxspec.MedusaSettings(), got {shown(settings)}")
+        raise InvalidConfig(f"settings must be of a kind, such as jaxspec.MedusaSettings(); got {shown(settings)}")
     if not isinstance(watch, Watch | None):
         raise InvalidConfig(f"watch must be a jaxspec.train.log.Watch, got {shown(watch)}")
-    watch, folder = watch or Watch(), manifest.folder_of(out)
-    shelf = folder if data is None else manifest.folder_of(data)
-    begun = begun_from(settings, target)
-    trainee = settings.trainee(target, begun)
+    watch, folder = watch or Watch(), manifest.check_folder(out)
+    data_folder = folder if data is None else manifest.check_folder(data)
+    start = load_start(settings, target)
+    trainee = settings.trainee(target, start)
     if losses.has_law(settings, trainee):
         need_members(target.lm, ["unembedding"], f"the loss {settings.loss} needs a target with a method")
     check_machine(settings)
-    watch.say(trainee.about.served_by)
-    run = _Run(settings, target, trainee, begun, folder, shelf, watch)
+    watch.say(trainee.about.serving)
+    run = _Run(settings, target, trainee, start, folder, data_folder, watch)
     read = read_prompts(prompts, settings, watch)
     identity = TargetIdentity.of(target)
     used = _prepare(run, answerer, identity, *read)
@@ -138,8 +138,8 @@ def check_machine(settings: TrainSettings) -> None:
         MissingPackage: grain is not installed.
     """
     if settings.devices > jax.device_count():
-        raise InvalidConfig(f"{plural(settings.devices, 'device')} requested, and there are {jax.device_count()}")
-    sources.need_grain()
+        raise InvalidConfig(f"devices is {settings.devices}, but JAX has {plural(jax.device_count(), 'device')}")
+    sources.import_grain()
 
 
 def read_prompts(prompts: Any, settings: TrainSettings, watch: Watch) -> tuple[list[Conversation], list[BadRow]]:
@@ -152,7 +152,7 @@ def read_prompts(prompts: Any, settings: TrainSettings, watch: Watch) -> tuple[l
     if not isinstance(files, Sequence) or not files:
         raise TrainingError(f"prompts must be the path of a file, or a list of paths, got {shown(prompts)}")
     paths = [check_path(path, "a file of prompts", TrainingError) for path in files]
-    read, unread = conversations.read(paths, settings.bad_rows == "refuse", settings.split)
+    read, unread = conversations.read_conversations(paths, settings.bad_rows == "refuse", settings.split)
     watch.say(f"{', '.join(path.name for path in paths)}: {plural(len(read), 'prompt')}")
     return read, unread
 
@@ -161,52 +161,54 @@ def _prepare(
     run: _Run, answerer: Model, identity: TargetIdentity, read: list[Conversation], unread: list[BadRow]
 ) -> Data:
     """Lets the target answer the prompts, and writes or compares the manifest of the run."""
-    about = identity.of_features | {
-        "prompts": digest_of([(one.messages, one.text, one.ids, *one.tools) for one in read])
+    about = identity.feature_values | {
+        "prompts": digest_of([(row.messages, row.text, row.ids, *row.tools) for row in read])
     }
-    about |= manifest.of_run(run.settings) | describe_start(run.begun)
-    manifest.match_run(run.folder, run.shelf, about, identity.of_encoding, lambda line: None)
-    used = prepare_data(answerer, identity, read, unread, run.shelf, run.settings, run.trainee.drafted, run.watch)
-    if run.begun is not None and "tokens" in run.begun.params:
-        used = used._replace(ids=np.asarray(run.begun.params["tokens"]))
+    about |= manifest.run_settings(run.settings) | describe_start(run.start)
+    manifest.match_run(run.folder, run.data_folder, about, identity.encoding_values, lambda line: None)
+    used = prepare_data(answerer, identity, read, unread, run.data_folder, run.settings, run.trainee.drafted, run.watch)
+    if run.start is not None and "tokens" in run.start.params:
+        used = used._replace(ids=np.asarray(run.start.params["tokens"]))
     texts = fingerprint((used.rows._asdict(), used.held._asdict()))
-    manifest.match_run(run.folder, run.shelf, about | {"texts": texts}, identity.of_encoding, run.watch.say)
+    manifest.match_run(run.folder, run.data_folder, about | {"texts": texts}, identity.encoding_values, run.watch.say)
     return used
 
 
-def _set_up(run: _Run, identity: TargetIdentity, used: Data) -> Setup:
+def _set_up(run: _Run, identity: TargetIdentity, used: Data) -> LoopSetup:
     """Computes or opens the features, and places the frozen arrays on the devices."""
     settings, trainee, params = run.settings, run.trainee, run.target.params
     lm: Any = run.target.lm
     mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
     laws, reads = losses.needs_laws(settings, trainee), losses.needs_features(settings, trainee)
-    frozen = losses.FrozenTarget.nothing()
+    frozen = losses.FrozenTarget.empty()
     if reads:
         frozen = losses.freeze(trainee, lm, params, used.ids, laws, settings.precision)
     frozen = jax.device_put(frozen, whole)
     network = trainee.network(lm)
-    reader = Reader(network, max(1, settings.batch // settings.accumulate))
+    reader = FeatureReader(network, max(1, settings.batch // settings.accumulate))
 
     def source(rows: Any, name: str) -> sources.Source:
         if not reads:
-            return sources.without_features(rows)
+            return sources.omit_features(rows)
         if not settings.cache_features:
-            return sources.computed(reader, params, rows)
-        return sources.cached(reader, run.target, identity, rows, trainee, settings, run.shelf / name, run.watch)
+            return sources.compute_features_on_demand(reader, params, rows)
+        return sources.cache_features(
+            reader, run.target, identity, rows, trainee, settings, run.data_folder / name, run.watch
+        )
 
-    rows = source(used.rows, manifest.FEATURES)
-    held = source(used.held, manifest.HELD) if len(used.held.tokens) else None
-    return Setup(settings, trainee, network, frozen, rows, held, reader, whole, spread)
+    rows = source(used.rows, manifest.FEATURES_FOLDER)
+    held = source(used.held, manifest.HELD_OUT_FOLDER) if len(used.held.tokens) else None
+    return LoopSetup(settings, trainee, network, frozen, rows, held, reader, whole, spread)
 
 
 def _begin(run: _Run, used: Data) -> TrainState:
     """Returns the state before the first step."""
-    if run.begun is None:
+    if run.start is None:
         assert isinstance(run.trainee, HeadTrainee), "a draft model is trained from a start"
         heads = run.trainee.init_params(run.target, used.ids)
     else:
-        kept = {name: value for name, value in run.begun.params.items() if name != "tokens"}
+        kept = {name: value for name, value in run.start.params.items() if name != "tokens"}
         heads = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), kept)
     trained = run.target.params if run.settings.trains_target else None
     return init_state(run.settings, run.trainee, Trainable(heads, trained))
@@ -218,9 +220,9 @@ def _conclude(run: _Run, used: Data, loop: Loop, state: TrainState) -> Trained:
     if loop.best is not None and loop.best[0] != int(state.step):
         try:
             params = loop.store.load(loop.best[0], state).state.params
-        except Damaged as error:
-            run.watch.say(f"{error}; it was the best, and the heads are those of step {int(state.step)}")
-    result = trainee.result(params.heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}", run.begun)
+        except DamagedCheckpoint as error:
+            run.watch.say(f"{error}. It was the best step; the heads of step {int(state.step)} are used instead")
+    result = trainee.result(params.heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}", run.start)
     own = target if params.target is None else dataclasses.replace(target, params=params.target)
     return Trained(
         result, own, used, loop.log.records, int(state.step), int(state.skipped), trainee, run.settings

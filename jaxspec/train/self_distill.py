@@ -18,14 +18,14 @@ from jaxspec.models.sharding import mesh_of
 from jaxspec.storage.writing import reason
 from jaxspec.train.files import digest_of
 from jaxspec.train.identity import TargetIdentity
-from jaxspec.train.manifest import Say, of_answers, write_or_match_manifest
+from jaxspec.train.manifest import Say, answer_settings, write_or_match_manifest
 from jaxspec.train.packing import Text
 from jaxspec.train.settings import TrainSettings
 
-MANIFEST, TEXTS = "answers.json", "answers.jsonl"
+ANSWERS_MANIFEST, ANSWERS_FILE = "answers.json", "answers.jsonl"
 
 
-def answers(
+def answer_prompts(
     target: Model,
     identity: TargetIdentity,
     prompts: Sequence[list[int]],
@@ -51,20 +51,22 @@ def answers(
         TrainingError: the folder holds other answers.
         StorageError: the folder cannot be written.
     """
-    about = identity.of_answers | {"prompts": digest_of(list(prompts))} | of_answers(settings)
+    about = identity.answer_values | {"prompts": digest_of(list(prompts))} | answer_settings(settings)
     # `row_tokens` and `heads` limit the length of a prompt.
-    because = {"row_tokens": settings.row_tokens, "heads": drafted} | identity.of_encoding
-    made = _any_answer(folder / TEXTS)
-    advice = "go on with the same, or name another folder (--data, or --out)"
+    causes = {"row_tokens": settings.row_tokens, "heads": drafted} | identity.encoding_values
+    has_content = _has_answer(folder / ANSWERS_FILE)
+    advice = "use the same values, or another folder (--data, or --out)"
     try:
-        if not made:
-            for left in folder.glob(f"*{TEXTS}*"):  # left by a run that ended before the first answer
+        if not has_content:
+            for left in folder.glob(f"*{ANSWERS_FILE}*"):  # left by a run that ended before the first answer
                 left.unlink()
     except OSError as error:
-        raise StorageError(f"{folder / TEXTS} cannot be written: {reason(error, folder)}") from None
-    write_or_match_manifest(folder / MANIFEST, about, made, "answers", lambda odd: advice, because, say)
+        raise StorageError(f"{folder / ANSWERS_FILE} cannot be written: {reason(error, folder)}") from None
+    write_or_match_manifest(
+        folder / ANSWERS_MANIFEST, about, has_content, "answers", lambda differing: advice, causes, say
+    )
     try:
-        found = generate(
+        output = generate(
             target,
             prompts,
             key=jax.random.key(settings.seed if settings.answer_temperature else 0),  # greedy answers use no key
@@ -73,7 +75,7 @@ def answers(
             max_new_tokens=settings.answer_tokens,
             batch=settings.answer_batch,
             mesh=mesh_of(target.params),
-            out=folder / TEXTS,
+            out=folder / ANSWERS_FILE,
             progress=progress,
             verbose=False,
         )
@@ -81,11 +83,11 @@ def answers(
         raise TrainingError(str(error)) from None
     return [
         Text(np.asarray([*prompt, *row.tokens], np.int32), np.arange(len(prompt) + len(row.tokens)) >= len(prompt))
-        for prompt, row in zip(prompts, found)
+        for prompt, row in zip(prompts, output)
     ]
 
 
-def _any_answer(path: pathlib.Path) -> bool:
+def _has_answer(path: pathlib.Path) -> bool:
     """Returns whether a file holds an answer, and not only the first line that describes its answers."""
     try:
         with path.open("rb") as file:

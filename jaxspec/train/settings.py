@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxspec.train.trainee import Trainee
 
 LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda", "ce-l1")
-WEIGHTS = ("decay", "acceptance")
+HEAD_WEIGHTS = ("decay", "acceptance")
 BAD_ROWS = ("report", "refuse")
 PRECISIONS = ("float32", "bfloat16")
 
@@ -91,7 +91,7 @@ class TrainSettings(abc.ABC):
     start: str = ""
     loss: str = setting("ce", LOSSES)
     ce_share: float = setting(0.1, least=0, most=1)
-    head_weights: str = setting("decay", WEIGHTS)
+    head_weights: str = setting("decay", HEAD_WEIGHTS)
     decay: float = 0.8
 
     steps: int = 1000
@@ -117,8 +117,8 @@ class TrainSettings(abc.ABC):
             raise InvalidConfig(f"held_out must be below 1, got {self.held_out}")
         if self.batch % (self.accumulate * self.devices):
             raise InvalidConfig(
-                f"a batch of {plural(self.batch, 'row')} cannot be read in {plural(self.accumulate, 'part')} over "
-                f"{plural(self.devices, 'device')}"
+                f"batch must be a multiple of accumulate times devices, {self.accumulate} x {self.devices}; got "
+                f"{self.batch}"
             )
         drafted = self.drafted
         if self.row_tokens < drafted + 3:
@@ -128,7 +128,7 @@ class TrainSettings(abc.ABC):
             )
         self.check()
         if self.start and self.draft_vocab:
-            raise InvalidConfig("the heads to start from have drafted tokens of their own: leave draft_vocab at 0")
+            raise InvalidConfig("training from heads keeps their drafted tokens: leave draft_vocab at 0")
 
     @property
     @abc.abstractmethod
@@ -175,7 +175,7 @@ def parse_taps(text: str) -> tuple[int, ...] | None:
     """
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() for part in parts):
-        raise InvalidConfig(f"taps must be layers of the target such as '2,15,27', got {shown(text)}")
+        raise InvalidConfig(f"taps must be numbers of layers such as '2,15,27', got {shown(text)}")
     return tuple(map(int, parts)) or None
 
 
@@ -194,11 +194,11 @@ def check_start(settings: TrainSettings, config: Any, free: Iterable[str]) -> No
         given = getattr(settings, field.name)
         if field.name in free or given == field.default:
             continue
-        held = _size_of(config, field.name)
-        if held != given:
+        size = _size_of(config, field.name)
+        if size != given:
             raise InvalidConfig(
-                f"leave out {field.name} (--{field.name.replace('_', '-')}): the heads to start from have "
-                f"{field.name} {held!r}, got {given!r}"
+                f"{field.name} (--{field.name.replace('_', '-')}) is {given!r}, but the heads to start from have "
+                f"{size!r}; leave it out"
             )
 
 

@@ -14,11 +14,11 @@ from jaxspec.errors import MissingPackage
 from jaxspec.models.model import Model
 from jaxspec.train import packing
 from jaxspec.train.batch import Batch
-from jaxspec.train.features import Cached, Reader
+from jaxspec.train.features import CachedFeatures, FeatureReader
 from jaxspec.train.files import fingerprint
 from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.log import Watch
-from jaxspec.train.manifest import of_features
+from jaxspec.train.manifest import row_settings
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Trainee
 
@@ -43,18 +43,18 @@ class Source(NamedTuple):
             yield Batch(*map(jnp.asarray, padded))
 
 
-def computed(reader: Reader, params: Params, rows: packing.Rows) -> Source:
+def compute_features_on_demand(reader: FeatureReader, params: Params, rows: packing.Rows) -> Source:
     """Returns rows whose features are computed with the target whenever they are needed."""
     return Source(rows, lambda index: reader(params, rows.tokens[index], rows.segments[index]))
 
 
-def without_features(rows: packing.Rows) -> Source:
+def omit_features(rows: packing.Rows) -> Source:
     """Returns rows for a trainee that reads no features. The features of these rows have the width 0."""
     return Source(rows, lambda index: np.zeros((len(index), rows.tokens.shape[1], 0), np.float32))
 
 
-def cached(
-    reader: Reader,
+def cache_features(
+    reader: FeatureReader,
     target: Model,
     identity: TargetIdentity,
     rows: packing.Rows,
@@ -67,23 +67,23 @@ def cached(
 
     Rows of heads that read no context are reduced to the spans that are supervised.
     """
-    about = identity.of_features | {"texts": fingerprint(rows._asdict())}
+    about = identity.feature_values | {"texts": fingerprint(rows._asdict())}
     about |= {"network": dict(trainee.feature_settings) or None}
     if not any(folder.glob("*.npy")):
-        taken = reader.size(target.params, rows.tokens.size)
-        watch.say(f"the features of {plural(rows.tokens.size, 'token')} take {size(taken)} in {folder}")
-    features = Cached(
-        functools.partial(reader, target.params), about, of_features(settings), rows, folder,
+        num_bytes = reader.size(target.params, rows.tokens.size)
+        watch.say(f"the features of {plural(rows.tokens.size, 'token')} take {size(num_bytes)} in {folder}")
+    features = CachedFeatures(
+        functools.partial(reader, target.params), about, row_settings(settings), rows, folder,
         functools.partial(watch.phase, f"reading {folder.name} with the target"), watch.say,
     )  # fmt: skip
     if trainee.reads_context:
-        places = np.arange(rows.tokens.size).reshape(rows.tokens.shape)
+        origins = np.arange(rows.tokens.size).reshape(rows.tokens.shape)
     else:
-        rows, places = packing.pack_supervised_spans(rows, trainee.drafted)
-    return Source(rows, lambda index: features.at(places[index]))
+        rows, origins = packing.pack_supervised_spans(rows, trainee.drafted)
+    return Source(rows, lambda index: features.at(origins[index]))
 
 
-def need_grain() -> Any:
+def import_grain() -> Any:
     """Imports grain.
 
     Raises:
@@ -103,5 +103,5 @@ def make_order(rows: int, settings: TrainSettings) -> Any:
 
     `get_state` reads the position of the iterator and `set_state` sets it, so that a checkpoint can hold it.
     """
-    source = need_grain().MapDataset.source(range(rows)).seed(settings.seed).shuffle().repeat()
+    source = import_grain().MapDataset.source(range(rows)).seed(settings.seed).shuffle().repeat()
     return iter(source.batch(settings.batch, drop_remainder=True).to_iter_dataset())

@@ -10,12 +10,21 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params, Window
-from jaxspec.train.batch import draw_places, positions_of
-from jaxspec.train.losses import Batch, FrozenTarget, Sums, counted_positions, freeze, head_weights, own_loss, sums
+from jaxspec.train.batch import draw_anchors, positions_of
+from jaxspec.train.losses import (
+    Batch,
+    FrozenTarget,
+    LossSums,
+    counted_positions,
+    freeze,
+    head_weights,
+    sum_losses,
+    sum_target_loss,
+)
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Joint, Trainee
 
-SMOOTH = 0.98
+ACCURACY_DECAY = 0.98
 """Decay of the running accuracies."""
 
 
@@ -48,7 +57,7 @@ class TrainState(NamedTuple):
     opt: Any
     step: Int[Array, ""]
     running: Float[Array, "n"]
-    window: Sums
+    window: LossSums
     skipped: Int[Array, ""]
     bad: Int[Array, ""]
 
@@ -82,7 +91,7 @@ def optimizer(settings: TrainSettings, joint: Joint | None) -> optax.GradientTra
         )
 
     schedules: dict[Any, Any] = {"heads": rate, "target": of_target}
-    groups = {name: optax.adamw(one, weight_decay=settings.weight_decay) for name, one in schedules.items()}
+    groups = {name: optax.adamw(schedule, weight_decay=settings.weight_decay) for name, schedule in schedules.items()}
     labels = Trainable("heads", "target")
 
     def label(params: Trainable) -> Trainable:
@@ -98,12 +107,12 @@ def optimizer(settings: TrainSettings, joint: Joint | None) -> optax.GradientTra
 def init_state(settings: TrainSettings, trainee: Trainee, params: Trainable) -> TrainState:
     """Returns the state before the first step."""
     count = [jnp.zeros((), jnp.int32) for _ in range(3)]  # separate buffers, since a step donates them
-    nothing, running = Sums.zeros(settings, trainee), jnp.zeros(trainee.drafted)
+    zeros, running = LossSums.zeros(settings, trainee), jnp.zeros(trainee.drafted)
     opt = optimizer(settings, trainee.joint).init(params)
-    return TrainState(params, opt, count[0], running, nothing, *count[1:])
+    return TrainState(params, opt, count[0], running, zeros, *count[1:])
 
 
-def read_features(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> Float[Array, "B T E"]:
+def compute_features(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> Float[Array, "B T E"]:
     """Computes the target's features after every token of packed rows; texts of a row do not attend to each other."""
     steps = jnp.arange(tokens.shape[1])
     mask = (segments[:, :, None] == segments[:, None, :]) & (steps[:, None] >= steps)
@@ -130,21 +139,21 @@ def train_step(
     weights = head_weights(settings, state.running, None if blocks is None else blocks.gamma)
     dtype = jnp.dtype(settings.precision)
 
-    def loss(params: Trainable, part: Batch) -> tuple[Array, Sums]:
+    def loss(params: Trainable, part: Batch) -> tuple[Array, LossSums]:
         heads = jax.tree.map(lambda leaf: leaf.astype(dtype), params.heads)
         if joint is None:
-            found = sums(settings, trainee, heads, frozen, part)
-            return (weights * found.loss / positions).sum(), found
-        features = read_features(lm, params.target, part.tokens, part.segments)
+            sums = sum_losses(settings, trainee, heads, frozen, part)
+            return (weights * sums.loss / positions).sum(), sums
+        features = compute_features(lm, params.target, part.tokens, part.segments)
         tables = freeze(trainee, lm, params.target)
-        own = own_loss(tables, part, features)
-        found = sums(settings, trainee, heads, tables, part._replace(features=features))
-        return joint.heads_weight * (weights * found.loss / positions).sum() + own / positions[0], found
+        own = sum_target_loss(tables, part, features)
+        sums = sum_losses(settings, trainee, heads, tables, part._replace(features=features))
+        return joint.heads_weight * (weights * sums.loss / positions).sum() + own / positions[0], sums
 
     keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), state.step), len(batch.tokens))
     batch = batch._replace(key=keys)
     if blocks is not None:
-        batch = batch._replace(places=jax.vmap(lambda part: draw_places(part, blocks.anchors))(batch))
+        batch = batch._replace(anchors=jax.vmap(lambda part: draw_anchors(part, blocks.anchors))(batch))
 
     # The loss is a mean over all parts together, however many positions each part has.
     def count(part: Batch) -> Array:
@@ -156,23 +165,23 @@ def train_step(
         weights = weights * positions / (weights * positions).sum()
 
     def add(total: tuple, part: Batch) -> tuple[tuple, None]:
-        (value, found), gradients = jax.value_and_grad(loss, has_aux=True)(state.params, part)
-        return jax.tree.map(jnp.add, total, (value, found, gradients)), None
+        (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(state.params, part)
+        return jax.tree.map(jnp.add, total, (value, sums, gradients)), None
 
     zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.window), jax.tree.map(jnp.zeros_like, state.params))
-    (value, found, gradients), _ = lax.scan(add, zeros, batch)
+    (value, sums, gradients), _ = lax.scan(add, zeros, batch)
     norm = optax.global_norm(gradients)
-    sound = jnp.isfinite(value) & jnp.isfinite(norm)
+    is_finite = jnp.isfinite(value) & jnp.isfinite(norm)
     updates, opt = optimizer(settings, joint).update(gradients, state.opt, state.params)
     params = optax.apply_updates(state.params, updates)
-    accuracy = found.top1 / jnp.maximum(found.seen, 1)
-    running = jnp.where(state.step == 0, accuracy, SMOOTH * state.running + (1 - SMOOTH) * accuracy)
-    window = jax.tree.map(jnp.add, state.window, found)
+    accuracy = sums.top1 / jnp.maximum(sums.seen, 1)
+    running = jnp.where(state.step == 0, accuracy, ACCURACY_DECAY * state.running + (1 - ACCURACY_DECAY) * accuracy)
+    window = jax.tree.map(jnp.add, state.window, sums)
     params, opt, running, window = jax.tree.map(
-        lambda new, old: jnp.where(sound, new, old),
+        lambda new, old: jnp.where(is_finite, new, old),
         (params, opt, running, window),
         (state.params, state.opt, state.running, state.window),
     )
-    bad = jnp.where(sound, 0, state.bad + 1)
-    skipped = state.skipped + jnp.where(sound, 0, 1)
+    bad = jnp.where(is_finite, 0, state.bad + 1)
+    skipped = state.skipped + jnp.where(is_finite, 0, 1)
     return TrainState(params, opt, state.step + 1, running, window, skipped, bad), Report(value, norm)

@@ -58,7 +58,7 @@ class Trained(NamedTuple):
         return self.result
 
 
-def begun_from(settings: TrainSettings, target: Model) -> DraftHeads | Model | None:
+def load_start(settings: TrainSettings, target: Model) -> DraftHeads | Model | None:
     """Loads what a run starts from, in float32; returns None for new heads."""
     if not settings.start:
         return None

@@ -20,6 +20,9 @@ from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch, FrozenTarget, Guess
 
+BLOCKS_AT_ONCE = 64
+"""Number of blocks of a row that are read at once in evaluation, which reads a block at every position."""
+
 
 class About(NamedTuple):
     """The descriptions of heads for people.
@@ -27,12 +30,12 @@ class About(NamedTuple):
     Attributes:
         title: the kind of heads, such as "Medusa heads".
         sizes: the sizes, for the card.
-        served_by: a sentence that says which systems can serve the heads.
+        serving: a sentence that says which systems can serve the heads.
     """
 
     title: str
     sizes: str
-    served_by: str
+    serving: str
 
 
 class Joint(NamedTuple):
@@ -52,7 +55,7 @@ class Joint(NamedTuple):
 class BlockTraining(NamedTuple):
     """The settings of heads that guess the tokens after a position as one block.
 
-    A step of training guesses from some positions of each row (`Batch.places`), and evaluation from all. A token of a
+    A step of training guesses from some positions of each row (`Batch.anchors`), and evaluation from all. A token of a
     block counts if all tokens before it count. The loss is one mean over all tokens.
 
     Attributes:
@@ -100,7 +103,7 @@ class Trainee(abc.ABC):
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each step at every position, with the text's own tokens as the drafted tokens.
 
-        Step i predicts token t + 2 + i from the position t: the target itself predicts token t + 1. If `batch.places`
+        Step i predicts token t + 2 + i from the position t: the target itself predicts token t + 1. If `batch.anchors`
         is not None, only these positions have guesses. A step may have guesses for only the first of them
         (`BlockTraining.shares`).
         """

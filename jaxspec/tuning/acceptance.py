@@ -35,12 +35,12 @@ from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.sizes import HeadSizes
 from jaxspec.models.model import Model
-from jaxspec.tuning.head_laws import HeadLaws, head_laws
+from jaxspec.tuning.head_laws import HeadLaws, build_head_laws
 from jaxspec.tuning.mask_laws import MaskLaws
 
-ByToken = HeadLaws | MaskLaws
+TokenLaws = HeadLaws | MaskLaws
 
-ROWS = 8
+TEXTS_PER_BATCH = 8
 """Number of texts that the target decodes in one batch."""
 
 POSITIONS_AT_ONCE = 16
@@ -113,7 +113,7 @@ def _sizes(drafter: Any) -> HeadSizes | None:
     return config if isinstance(config, HeadSizes) else None
 
 
-def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | ByToken, Params]:
+def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | TokenLaws, Params]:
     """Returns the network or the heads whose laws a drafter samples from, and the parameters.
 
     Raises:
@@ -121,20 +121,23 @@ def drafting_model(target: Model, drafting: Drafting) -> tuple[LanguageModel | B
     """
     built, params = drafting.build_drafter(target)
     if not has_laws(built):
-        raise InvalidConfig(f"the drafter {drafting.drafter!r} has no law along a text to compute acceptance from")
+        raise InvalidConfig(
+            f"the acceptance of the drafter {drafting.drafter!r} cannot be computed: its distributions along a text "
+            "are not known"
+        )
     if isinstance(built, Pard):
         return MaskLaws(built), params
     if (sizes := _sizes(built)) is not None:
         heads: Any = drafting.inputs(target).heads
         changed = {name: getattr(sizes, name) for name in ("decoder", "taps") if hasattr(sizes, name)}
-        return head_laws(target, heads, dataclasses.replace(heads.config, **changed))
+        return build_head_laws(target, heads, dataclasses.replace(heads.config, **changed))
     assert built.needs.model is not None
     return built.needs.model, target.params if params is None else params
 
 
-def measure(
+def measure_acceptance(
     target: Model,
-    draft: LanguageModel | ByToken,
+    draft: LanguageModel | TokenLaws,
     draft_params: Params,
     prompts: Sequence[tuple[str, list[int]]],
     *,
@@ -169,12 +172,12 @@ def measure(
     whole("draws", draws)
     whole("max_new_tokens", max_new_tokens)
     if children > target.lm.vocab:
-        raise InvalidConfig(f"{children} children of a vocabulary of {target.lm.vocab} tokens")
+        raise InvalidConfig(f"children is {children}, but the vocabulary has only {target.lm.vocab} tokens")
     longest = max(len(ids) for _, ids in prompts) + max_new_tokens
     if longest > min(target.lm.context, draft.context):
         raise CapacityError(
-            f"prompt and new tokens make {longest} tokens, the models read at most {target.lm.context} and "
-            f"{draft.context}; leave out long prompts or lower max_new_tokens"
+            f"the longest prompt and its new tokens make {longest} tokens, but the target reads at most "
+            f"{target.lm.context} and the draft {draft.context}; leave out long prompts or lower max_new_tokens"
         )
     slots = sizes.round_to_bucket(sizes.required_slots(longest, sizes.PROMPT_CHUNK))
     rows = inputs.mask_padding(target, sampling, POSITIONS_AT_ONCE)
@@ -185,7 +188,8 @@ def measure(
     key = seed_key(seed)
     keys = jax.vmap(lambda i: jax.random.split(jax.random.fold_in(key, i)))(np.arange(len(prompts)))
     texts = generate(target, [ids for _, ids in prompts], key=keys[:, 0], drafter="none", sampling=sampling,
-                     batch=min(len(prompts), ROWS), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, verbose=False,
+                     batch=min(len(prompts), TEXTS_PER_BATCH), max_new_tokens=max_new_tokens, ignore_eos=ignore_eos,
+                     verbose=False,
                      progress=progress and (lambda done, total: progress(done, 2 * total)))  # fmt: skip
     positions = []
     for i, (name, ids) in enumerate(prompts):
@@ -215,7 +219,7 @@ def measure(
 
 
 def _along(
-    draft: LanguageModel | ByToken, params: Params, text: list[int], first: int, most: int, slots: int
+    draft: LanguageModel | TokenLaws, params: Params, text: list[int], first: int, most: int, slots: int
 ) -> list[tuple[int, np.ndarray]]:
     """Returns, for each drafted token, the first position that it can follow, and the features from there on.
 
@@ -227,7 +231,7 @@ def _along(
         most: the largest number of positions, from `first` on.
         slots: the padded length of the text.
     """
-    if not isinstance(draft, ByToken):
+    if not isinstance(draft, TokenLaws):
         return [(first, np.stack([*iterate_features(draft, params, text, slots)])[first:])]
     root = max(first, 1)  # the text's first token has no state before it
     return [(root + i, rows) for i, rows in enumerate(draft.along(params, text, root, most, slots))]
@@ -236,7 +240,7 @@ def _along(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _compare(
     target: LanguageModel,
-    draft: LanguageModel | ByToken,
+    draft: LanguageModel | TokenLaws,
     children: int,
     draws: int,
     limited: bool,
@@ -265,31 +269,33 @@ def _compare(
     return {rule: jnp.stack([kept.acceptance, kept.optimum]) for rule, kept in by_rule.items()}
 
 
-def figures(positions: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
+def average_acceptance(positions: Sequence[Positions], children: Sequence[int], seed: int = 0) -> list[Figure]:
     """Returns the mean over all positions for every drafted token, number of children and rule."""
-    made = []
+    averages = []
     for token, count in itertools.product(sorted({prompt.token for prompt in positions}), children):
-        of = [prompt for prompt in positions if prompt.token == token]
-        counts = np.array([prompt.count for prompt in of])
-        for rule in sorted(of[0].kept):
-            kept, optimum = (np.array([getattr(p, name)[rule][count - 1] for p in of]) for name in ("kept", "optimum"))
-            low, high = ratio_interval(np.stack([kept, counts], axis=1), seed) if len(of) > 1 else (None, None)
+        group = [prompt for prompt in positions if prompt.token == token]
+        counts = np.array([prompt.count for prompt in group])
+        for rule in sorted(group[0].kept):
+            kept, optimum = (
+                np.array([getattr(p, name)[rule][count - 1] for p in group]) for name in ("kept", "optimum")
+            )
+            low, high = ratio_interval(np.stack([kept, counts], axis=1), seed) if len(group) > 1 else (None, None)
             shares = float(kept.sum() / counts.sum()), low, high, float(optimum.sum() / counts.sum())
-            made.append(Figure(rule, count, *shares, token))
-    return made
+            averages.append(Figure(rule, count, *shares, token))
+    return averages
 
 
-def by_rank(positions: Sequence[Positions]) -> dict[str, list]:
+def rank_acceptance(positions: Sequence[Positions]) -> dict[str, list]:
     """Returns, by rule, the probability that the child of each rank is accepted, which is the input of `best_tree`.
 
     With heads, there is a list for each drafted token.
     """
-    found: dict[str, list] = {}
+    by_rule: dict[str, list] = {}
     for token in sorted({prompt.token for prompt in positions}):
-        of = [prompt for prompt in positions if prompt.token == token]
-        total = sum(prompt.count for prompt in of)
-        for rule in of[0].kept:
-            share = np.sum([prompt.kept[rule] for prompt in of], 0) / total
-            rising = np.maximum.accumulate(share).clip(max=1.0)  # Monte Carlo estimates may decrease
-            found.setdefault(rule, []).append(np.diff(rising, prepend=0.0).tolist())
-    return {rule: ranks[0] if len(ranks) == 1 else ranks for rule, ranks in found.items()}
+        group = [prompt for prompt in positions if prompt.token == token]
+        total = sum(prompt.count for prompt in group)
+        for rule in group[0].kept:
+            share = np.sum([prompt.kept[rule] for prompt in group], 0) / total
+            increasing = np.maximum.accumulate(share).clip(max=1.0)  # Monte Carlo estimates may decrease
+            by_rule.setdefault(rule, []).append(np.diff(increasing, prepend=0.0).tolist())
+    return {rule: ranks[0] if len(ranks) == 1 else ranks for rule, ranks in by_rule.items()}

@@ -17,10 +17,10 @@ from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train import losses
 from jaxspec.train.evaluate import trainee_of
-from jaxspec.train.step import read_features
+from jaxspec.train.step import compute_features
 from jaxspec.train.trainee import Trainee
 
-DRAFTED = 5
+MAX_DRAFTED_TOKENS = 5
 """The largest number of drafted tokens whose laws are compared."""
 
 
@@ -82,13 +82,13 @@ def _unroll(
     segments: Int[Array, "1 T"],
     start: Int[Array, ""],
 ) -> list[Float[Array, "size R"]]:
-    features = read_features(laws.network, params.target, tokens, segments)
+    features = compute_features(laws.network, params.target, tokens, segments)
     batch = losses.Batch(tokens, segments, segments > 0, features)
-    guesses = itertools.islice(laws.trainee.unroll(params.heads, params.frozen, batch), DRAFTED)
+    guesses = itertools.islice(laws.trainee.unroll(params.heads, params.frozen, batch), MAX_DRAFTED_TOKENS)
     return [lax.dynamic_slice_in_dim(guess.logits[0], start, size) for guess in guesses]
 
 
-def head_laws(target: Model, heads: DraftHeads, config: Any = None) -> tuple[HeadLaws, HeadParams]:
+def build_head_laws(target: Model, heads: DraftHeads, config: Any = None) -> tuple[HeadLaws, HeadParams]:
     """Returns heads and their parameters.
 
     Args:

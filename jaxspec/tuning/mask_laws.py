@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.core import sizes
 from jaxspec.core.records import Params
 from jaxspec.drafters.pard import Pard
-from jaxspec.tuning.head_laws import DRAFTED
+from jaxspec.tuning.head_laws import MAX_DRAFTED_TOKENS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,6 @@ def _unroll(
     def guess(root: Int[Array, ""]) -> Float[Array, "D E"]:
         """Reads the root and masks, as a round does, after the text before the root."""
         before = state._replace(cache=state.cache._replace(length=root[None]))
-        return drafter.read(params, before, text, root[None] + 1, 1, DRAFTED - 1)[1][0]
+        return drafter.read(params, before, text, root[None] + 1, 1, MAX_DRAFTED_TOKENS - 1)[1][0]
 
     return lax.map(guess, first + jnp.arange(size))

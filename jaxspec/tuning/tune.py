@@ -38,7 +38,7 @@ from jaxspec.models.model import Model
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.tuning import acceptance
 
-DEPTH = 8
+DEFAULT_DEPTH = 8
 """The default length of the chain that is measured."""
 IDLE_ROUNDS = 24
 """Number of rounds without a draft before the round in which the time of catching up is measured."""
@@ -97,41 +97,51 @@ def tune(
     inputs.check_model("target", target)
     whole("max_new_tokens", max_new_tokens)
     if not isinstance(drafter, str):
-        raise InvalidConfig(f"drafter must be a registered name, which can be written to a file; got {drafter!r:.80}")
-    asked = Drafting(drafter, rule=rule, draft=draft, heads=heads, drafter_options=drafter_options)
-    own = asked.inputs(target)
-    asked = dataclasses.replace(asked, draft=own.draft, heads=own.heads)
+        raise InvalidConfig(
+            f"drafter must be the name of a registered drafter, because it is written to a file; got {drafter!r:.80}"
+        )
+    requested = Drafting(drafter, rule=rule, draft=draft, heads=heads, drafter_options=drafter_options)
+    models = requested.inputs(target)
+    requested = dataclasses.replace(requested, draft=models.draft, heads=models.heads)
     longest = as_topology(tree)
     if longest is None:
-        depth = asked.build_drafter(target)[0].shape.depth
-        longest = chain(max(depth, DEPTH) if own.heads is None else int(min(DEPTH, own.heads.config.max_depth)))
+        depth = requested.build_drafter(target)[0].shape.depth
+        longest = chain(
+            max(depth, DEFAULT_DEPTH)
+            if models.heads is None
+            else int(min(DEFAULT_DEPTH, models.heads.config.max_depth))
+        )
     if not isinstance(longest, Topology):
-        raise InvalidConfig("only chains and static trees can be tuned; a dynamic tree changes every round")
+        raise InvalidConfig(
+            "a dynamic tree cannot be tuned, because it changes every round; use a chain or a static tree"
+        )
     ids = inputs.encode_prompts(target, prompts, chat)
     keys = inputs.row_keys(key, len(ids), 1, sampling)
     settings = inputs.mask_padding(target, sampling, 1)
 
     def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Drafter]:
         """Returns the drafting, the seconds of a round by depth, and the drafter."""
-        constant = dataclasses.replace(asked, tree=tree, schedule=Constant(widths=choose_widths(tree)))
+        constant = dataclasses.replace(requested, tree=tree, schedule=Constant(widths=choose_widths(tree)))
         decoder, weights = constant.build(target)
-        seconds, resumed, stats = _play(decoder, weights, ids, keys, settings, max_new_tokens, progress)
-        tuned = conclude(drafter, tree, drafter_options, seconds, resumed, stats)
-        return tuned, by_depth(seconds, tree.shape.depth), decoder.drafter
+        seconds, resumed, stats = _measure_rounds(decoder, weights, ids, keys, settings, max_new_tokens, progress)
+        tuned = derive_drafting(drafter, tree, drafter_options, seconds, resumed, stats)
+        return tuned, interpolate_round_times(seconds, tree.shape.depth), decoder.drafter
 
     tuned, rounds, drafts = measured(longest)
-    more: dict[str, Any] = {"target": target.name} | ({} if asked.draft is None else {"draft": asked.draft.name})
-    costs = call_costs(longest, rounds) if longest.is_chain else None
+    more: dict[str, Any] = {"target": target.name} | (
+        {} if requested.draft is None else {"draft": requested.draft.name}
+    )
+    costs = estimate_call_costs(longest, rounds) if longest.is_chain else None
     if costs and rule in RANK_RULES and acceptance.has_laws(drafts):
         kind = acceptance.ANY_RULE if sampling.temperature < MIN_TEMPERATURE else RANK_RULES[rule]
         texts = [(f"prompt {i}", prompt) for i, prompt in enumerate(ids)]
-        network, params = acceptance.drafting_model(target, asked)
-        positions = acceptance.measure(
+        network, params = acceptance.drafting_model(target, requested)
+        positions = acceptance.measure_acceptance(
             target, network, params, texts,
             sampling=sampling, children=min(MAX_CHILDREN, target.lm.vocab), max_new_tokens=max_new_tokens,
             ignore_eos=True,
         )  # fmt: skip
-        ranks = acceptance.by_rank(positions)[kind]
+        ranks = acceptance.rank_acceptance(positions)[kind]
         more["acceptance_by_rank"] = np.round(ranks, 4).tolist()
         tree = fastest_tree(ranks, *costs)
         if not tree.is_chain:
@@ -145,7 +155,7 @@ def _speedup(tuned: Drafting) -> float:
     return max(tuned.measured["speedup_by_depth"])
 
 
-def _play(
+def _measure_rounds(
     decoder: Decoder,
     weights: Weights,
     prompts: list[list[int]],
@@ -154,7 +164,7 @@ def _play(
     max_new_tokens: int,
     progress: Callable[[int, int], Any] | None,
 ) -> tuple[dict[int, list[float]], list[tuple[int, float]], Stats]:
-    """Decodes all prompts. Returns the seconds by depth, `resumed` and the statistics, as `conclude` takes them."""
+    """Decodes all prompts. Returns the seconds by depth, `resumed` and the statistics, for `derive_drafting`."""
     stops = jnp.full((1, 8), -1, jnp.int32)
     slots = memory.fit_capacity(decoder, weights, max(map(len, prompts)) + max_new_tokens, 1, None)
     seconds: dict[int, list[float]] = {}
@@ -195,11 +205,11 @@ class _Rounds:
         idle = False
         while self._session.running:
             for depth in order_depths(self._session.decoder.drafter.shape.depth):
-                for turn in range(ROUNDS_PER_DEPTH):
+                for repeat in range(ROUNDS_PER_DEPTH):
                     if not self._session.running:
                         return
                     took, drafted = self.play(depth)
-                    if turn and drafted == (depth > 0):
+                    if repeat and drafted == (depth > 0):
                         seconds.setdefault(depth, []).append(took)
             if not idle:
                 idle = True
@@ -229,13 +239,13 @@ def order_depths(depth: int) -> list[int]:
     return list(dict.fromkeys(d for d in (*first, *range(depth)) if d <= depth))
 
 
-def by_depth(seconds: dict[int, list[float]], depth: int) -> np.ndarray:
+def interpolate_round_times(seconds: dict[int, list[float]], depth: int) -> np.ndarray:
     """Returns the seconds of a round of depth 0, 1, ...: medians, interpolated and made non-decreasing."""
     timed = {drafted: statistics.median(took) for drafted, took in sorted(seconds.items()) if took}
     return np.maximum.accumulate(np.interp(np.arange(depth + 1), list(timed), list(timed.values())))
 
 
-def call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], float] | None:
+def estimate_call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], float] | None:
     """Returns the seconds of a target call by width, and of one draft call; None if the chain is too short.
 
     Rounds of neighbouring depths whose windows have the same width differ by one draft call. There are such pairs in
@@ -251,7 +261,7 @@ def call_costs(tree: Topology, rounds: np.ndarray) -> tuple[dict[int, float], fl
     return {width: float(max(cost, rounds[0])) for width, cost in target.items()}, float(draft)
 
 
-def conclude(
+def derive_drafting(
     drafter: str,
     tree: Topology,
     options: Mapping[str, Any],
@@ -275,9 +285,9 @@ def conclude(
     timed = {depth: took for depth, took in sorted(seconds.items()) if took}
     if 0 not in timed or len(timed) < 2:
         raise TuningError(
-            f"the drafter {drafter!r} drafted too little on these prompts; use others, or raise max_new_tokens"
+            f"the drafter {drafter!r} drafted too little on these prompts; use other prompts, or raise max_new_tokens"
         )
-    rounds = by_depth(timed, tree.shape.depth)
+    rounds = interpolate_round_times(timed, tree.shape.depth)
     accepted: list[float] = []
     for tried, count in zip(stats.tested_at, stats.accepted_at):
         accepted.append(count / tried if tried else (accepted or [0.0])[-1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from jaxspec.bench.measurements import FOLDER, Measurement
+from jaxspec.bench.measurements import RECORDS_FOLDER, Measurement
 from scripts.docs.pictures import ROOT, box, picture, text
 from scripts.figures.pages import newest
 from scripts.figures.records import read_records
@@ -74,7 +74,7 @@ def draw(panels: Sequence[tuple[str, str, Speedups]]) -> str:
 
 def speedups() -> str:
     """Draws the chart from the newest records."""
-    records = newest(read_records(ROOT / FOLDER))
+    records = newest(read_records(ROOT / RECORDS_FOLDER))
     return draw(
         [
             ("2 CPU cores", "float32, AVX-512", on_cpu(records)),

@@ -21,7 +21,7 @@ from jaxspec.core.rule import Rule
 from jaxspec.core.topology import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
-from jaxspec.heads.find import SHIPPED
+from jaxspec.heads.find import SHIPPED_FOLDER
 from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, Members, find
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def presets(name: str) -> str:
     rows = [["preset", "parameters", "draft of `--drafter model`", "included heads", "license"], ["---"] * 5]
     for preset in PRESETS.values():
         size = preset.parameters / 1e6
-        heads = sorted(folder.name for folder in (SHIPPED / preset.name).glob("*/"))
+        heads = sorted(folder.name for folder in (SHIPPED_FOLDER / preset.name).glob("*/"))
         rows.append([f"`{preset.name}`", f"{size:.0f} M" if size < 950 else f"{size / 1000:.1f} B",
                      f"`{preset.draft}`" if preset.draft else "", listed(heads), preset.license])  # fmt: skip
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

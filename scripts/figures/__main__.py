@@ -7,7 +7,7 @@ python -m scripts.figures --check    # exit status 1 if a page differs from its 
 import argparse
 import sys
 
-from jaxspec.bench.measurements import FOLDER
+from jaxspec.bench.measurements import RECORDS_FOLDER
 from scripts.figures.pages import ROOT, pages, rendered
 from scripts.figures.records import read_records
 
@@ -15,7 +15,7 @@ from scripts.figures.records import read_records
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
-    check, records, stale = parser.parse_args().check, read_records(ROOT / FOLDER), []
+    check, records, stale = parser.parse_args().check, read_records(ROOT / RECORDS_FOLDER), []
     for page in pages():
         text = page.read_text()
         made = rendered(text, records)

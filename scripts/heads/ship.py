@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 import jaxspec
-from jaxspec.heads.find import SHIPPED
-from jaxspec.train.card import CARD, FIGURES
+from jaxspec.heads.find import SHIPPED_FOLDER
+from jaxspec.train.card import CARD_FILE, FIGURES_FILE
 
 TARGET = "smollm2-135m-instruct"
 PROMPTS = "--own 2500"
@@ -56,9 +56,9 @@ def pack(kind: str, run: pathlib.Path, out: pathlib.Path | None) -> pathlib.Path
     part = run / "packed"
     shutil.rmtree(part, ignore_errors=True)
     jaxspec.save_heads(dataclasses.replace(heads, params=params), part)
-    for name in (CARD, FIGURES):
+    for name in (CARD_FILE, FIGURES_FILE):
         shutil.copy(run / "heads" / name, part / name)
-    with (part / CARD).open("a") as card:
+    with (part / CARD_FILE).open("a") as card:
         card.write(
             f"Matrices are stored in bfloat16. Made by `python -m scripts.heads.ship {kind} FOLDER`, which runs\n\n"
             f"```\npython -m scripts.heads.prompts FOLDER/prompts.jsonl {PROMPTS}\n"
@@ -69,7 +69,7 @@ def pack(kind: str, run: pathlib.Path, out: pathlib.Path | None) -> pathlib.Path
         )
     if (size := sum(path.stat().st_size for path in part.iterdir())) > LARGEST:
         raise ValueError(f"{part}: {size / 1e6:.1f} MB, more than {LARGEST / 1e6:.0f}: draft fewer tokens")
-    place = out or SHIPPED / TARGET / str(heads.config.drafter)
+    place = out or SHIPPED_FOLDER / TARGET / str(heads.config.drafter)
     place.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(place, ignore_errors=True)
     shutil.move(part, place)

@@ -44,7 +44,7 @@ def pack(folder: pathlib.Path, limit_bytes: int) -> list[pathlib.Path]:
     first = folder / "1"
     first.mkdir(parents=True)
     download_wheels(first)
-    commit, dirty = environment.commit()
+    commit, dirty = environment.find_commit()
     weights = presets.fetch_preset(MODEL, report=print)
     room = limit_bytes - SPARE_BYTES - tracked_bytes()
     taken = sum(path.stat().st_size for path in first.iterdir())

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.bench.measurements import FOLDER
+from jaxspec.bench.measurements import RECORDS_FOLDER
 
 JOURNAL, RECORDS, LOG = "day.json", "records.json", "log.txt"
 POLL_S = 0.2
@@ -166,7 +166,7 @@ class Day:
     def _collect(self, work: pathlib.Path) -> None:
         """Takes over the records of a part; a record that is being written is taken later."""
         found = {}
-        for path in sorted((work / FOLDER).glob("*.json")):
+        for path in sorted((work / RECORDS_FOLDER).glob("*.json")):
             try:
                 found[path.name] = json.loads(path.read_text())
             except ValueError:

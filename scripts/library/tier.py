@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from scripts.library import hlo, kernels, loops
 from scripts.library.loops import Case, Program
 
@@ -145,7 +145,7 @@ class Tier:
         if arguments.record:
             versions = {name: importlib.metadata.version(name) for name in self.packages}
             words = ["python", "-m", f"scripts.prove.{self.kind}", *sys.argv[1:]]
-            print(f"written: {write(arguments.record, self.kind, words, self.recorded(rows), versions)}")
+            print(f"written: {write_record(arguments.record, self.kind, words, self.recorded(rows), versions)}")
         return int(any(row.get("wrong") for row in rows))
 
     def line(self, row: dict[str, Any]) -> str:
@@ -173,7 +173,9 @@ class Tier:
         return {
             "sound": sum(row["fits"] and not row["wrong"] for row in rows),
             "wrong": sum(row["fits"] and bool(row["wrong"]) for row in rows),
-            "rows": [{key: significant(v) if isinstance(v, float) else v for key, v in row.items()} for row in kept],
+            "rows": [
+                {key: round_significant(v) if isinstance(v, float) else v for key, v in row.items()} for row in kept
+            ],
         }
 
 

@@ -18,7 +18,7 @@ import jax
 
 import jaxspec
 from jaxspec.bench import tasks
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.decode.stats import Stats
 from jaxspec.drafters.model import BridgedDraft
 from jaxspec.generation.drafting import Drafting
@@ -79,7 +79,7 @@ def main() -> int:
     target = jaxspec.load(arguments.target, dtype=arguments.dtype)
     prompts = list(PROMPTS)
     for name in ("mt-bench", "humaneval") if arguments.limit else ():
-        prompts += [str(question.turns[0]) for question in tasks.load(name).questions[: arguments.limit]]
+        prompts += [str(question.turns[0]) for question in tasks.load_task(name).questions[: arguments.limit]]
     plain = {
         (prompt, temperature): decode(target, prompt, temperature, arguments.tokens, drafter="none")
         for prompt in prompts
@@ -107,16 +107,16 @@ def main() -> int:
                 failed += len(prompts) - same
                 rows.append(
                     {"draft": draft.name, "temperature": temperature, "length": length, "prompts": len(prompts)}
-                    | {f"share_{key}": significant(value, 3) for key, value in shares.items()}
-                    | {"acceptance": significant(total.acceptance_rate, 3), "same_text": same}
-                    | {"tokens_per_round": significant(total.tokens_per_round, 3)}
-                    | {"by_prompt": [significant(row.tokens_per_round, 3) for row in stats]}
-                    | {"times_plain": [significant(f(ratios), 3) for f in (min, statistics.median, max)]}
-                    | {"round_cost": [significant(f(costs), 3) for f in (min, statistics.median, max)]}
+                    | {f"share_{key}": round_significant(value, 3) for key, value in shares.items()}
+                    | {"acceptance": round_significant(total.acceptance_rate, 3), "same_text": same}
+                    | {"tokens_per_round": round_significant(total.tokens_per_round, 3)}
+                    | {"by_prompt": [round_significant(row.tokens_per_round, 3) for row in stats]}
+                    | {"times_plain": [round_significant(f(ratios), 3) for f in (min, statistics.median, max)]}
+                    | {"round_cost": [round_significant(f(costs), 3) for f in (min, statistics.median, max)]}
                 )
                 print(rows[-1], flush=True)
     if arguments.record:
-        print(f"written: {write(arguments.record, 'bridges', sys.argv, {'target': target.name, 'rows': rows})}")
+        print(f"written: {write_record(arguments.record, 'bridges', sys.argv, {'target': target.name, 'rows': rows})}")
     return 1 if failed else 0
 
 

@@ -17,7 +17,7 @@ import sys
 import numpy as np
 
 from jaxspec.analysis.bootstrap import ratio_difference
-from jaxspec.bench.measurements import add_record, write
+from jaxspec.bench.measurements import add_record, write_record
 
 BASE = "coupled"
 
@@ -122,7 +122,7 @@ def main() -> int:
                 "high", "difference", "on")  # fmt: skip
         values = {name: [{key: row[key] for key in kept if key in row} for row in rows]
                   for name, rows in (("steps", steps), ("rounds", pairs))}  # fmt: skip
-        print(f"written: {write(args.record, 'compare-rules', sys.argv, values)}")
+        print(f"written: {write_record(args.record, 'compare-rules', sys.argv, values)}")
     return 0
 
 

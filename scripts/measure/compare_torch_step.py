@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.heads import eagle
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import init_params
@@ -216,10 +216,10 @@ def main() -> int:
         with open(args.json, "w") as file:
             json.dump({"seconds": seconds, "losses": values, "ratio": ratio}, file)
     if args.record:
-        took = {name: significant(statistics.median(each) * 1e3) for name, each in seconds.items()}
-        found = {"kind": args.kind, "ms": took, "ratio": significant(ratio), "losses_apart": apart}
+        took = {name: round_significant(statistics.median(each) * 1e3) for name, each in seconds.items()}
+        found = {"kind": args.kind, "ms": took, "ratio": round_significant(ratio), "losses_apart": apart}
         found |= {name: getattr(args, name) for name in sizes}
-        print(f"written: {write(args.record, 'torch-step', sys.argv, found, {'torch': torch.__version__})}")
+        print(f"written: {write_record(args.record, 'torch-step', sys.argv, found, {'torch': torch.__version__})}")
     return 0 if apart < 1e-4 else 1
 
 

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 import jaxspec
-from jaxspec.bench.measurements import add_record, quartiles, write
-from jaxspec.bench.peers import parse
-from jaxspec.bench.records import Prompt
-from jaxspec.bench.worker import Models, Worker, start
+from jaxspec.bench.measurements import add_record, quartiles, write_record
+from jaxspec.bench.peers import parse_peers
+from jaxspec.bench.records import BenchPrompt
+from jaxspec.bench.worker import Models, Worker, start_workers
 from jaxspec.checkpoints.source import check_path, find_source
 
 MODEL = "smollm2-135m-instruct"
@@ -43,7 +43,7 @@ def other(worker: Worker) -> Callable[[list[int]], float]:
     """Returns the same for another system."""
 
     def first(tokens: list[int]) -> float:
-        prompt = Prompt("prompt", "prompt", str(len(tokens)), 0, tokens, jax.random.key(0))
+        prompt = BenchPrompt("prompt", "prompt", str(len(tokens)), 0, tokens, jax.random.key(0))
         return worker.decode(prompt, 2, ignore_eos=True).timing.prefill_s * 1e3
 
     return first
@@ -60,7 +60,7 @@ def main() -> int:
     workers: list[Worker] = []
     if arguments.peers:
         models = Models({"gguf": str(check_path(find_source(MODEL)).absolute())}, None, CAPACITY, ())
-        workers = start(parse(arguments.peers, False), models)[0]
+        workers = start_workers(parse_peers(arguments.peers, False), models)[0]
     ways = {f"jaxspec, {dtype}": own(dtype) for dtype in arguments.dtypes}
     ways |= {worker.label: other(worker) for worker in workers}
     values: dict[str, Any] = {}
@@ -81,7 +81,7 @@ def main() -> int:
         versions |= worker.versions
         worker.close()
     if arguments.record:
-        print(f"written: {write(arguments.record, 'first-token', sys.argv, values, versions)}")
+        print(f"written: {write_record(arguments.record, 'first-token', sys.argv, values, versions)}")
     return 0
 
 

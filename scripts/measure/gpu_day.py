@@ -23,7 +23,7 @@ import tempfile
 from typing import Any
 
 from jaxspec.bench import environment
-from jaxspec.bench.measurements import FOLDER
+from jaxspec.bench.measurements import RECORDS_FOLDER
 from scripts.figures.records import read_record
 from scripts.library import carrying, day
 from scripts.library.carrying import ROOT
@@ -99,7 +99,9 @@ def main() -> int:
     parser.add_argument("--wheels", type=pathlib.Path, metavar="DIR", help="folder of wheels to install, if missing")
     parser.add_argument("--pack", type=pathlib.Path, metavar="DIR", help="write what to carry to DIR, and end")
     parser.add_argument("--transfer-mib", type=float, default=TRANSFER_MIB, help="the largest transfer of --pack")
-    parser.add_argument("--unpack", type=pathlib.Path, metavar="OUT", help=f"write the records of OUT to {FOLDER}/")
+    parser.add_argument(
+        "--unpack", type=pathlib.Path, metavar="OUT", help=f"write the records of OUT to {RECORDS_FOLDER}/"
+    )
     arguments = parser.parse_args()
     given = [one for one in (arguments.out, arguments.pack, arguments.unpack) if one is not None]
     if len(given) != 1:
@@ -140,7 +142,7 @@ def measure(arguments: argparse.Namespace) -> int:
         if carried and cache:
             run.describe(weights=carrying.join_weights(carried, cache), carried=carrying.read_manifest(carried))
             run.environment["JAXSPEC_CACHE"] = str(cache)
-        commit, dirty = environment.commit()
+        commit, dirty = environment.find_commit()
         run.describe(commit=commit, dirty=dirty, missing_packages=carrying.missing_packages())
         return 0 if run.run() else 1
 
@@ -168,13 +170,13 @@ def unpack(out: pathlib.Path) -> int:
     if journal["small"]:
         raise ValueError(f"{out} holds a run with --small, whose figures mean nothing")
     carried = journal.get("carried") or {}
-    FOLDER.mkdir(exist_ok=True)
+    RECORDS_FOLDER.mkdir(exist_ok=True)
     for name, record in records.items():
         if record["commit"] is None:
             record |= {"commit": carried.get("commit"), "dirty": carried.get("dirty", True)}
-        (FOLDER / name).write_text(json.dumps(record, indent=1) + "\n")
-        read_record(FOLDER / name)
-        print(FOLDER / name)
+        (RECORDS_FOLDER / name).write_text(json.dumps(record, indent=1) + "\n")
+        read_record(RECORDS_FOLDER / name)
+        print(RECORDS_FOLDER / name)
     for line in journal["parts"]:
         if line["status"] != "done":
             print(f"{line['part']}: {line['status']}: {line['reason']}")

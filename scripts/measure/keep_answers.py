@@ -74,7 +74,7 @@ def main() -> None:
     model = jaxspec.load(arguments.target, dtype=arguments.dtype)
     kept: dict[str, Any] = {}
     for task in ("mt-bench", "humaneval", "copy"):
-        questions = tasks.load(task, limit=arguments.limit).questions
+        questions = tasks.load_task(task, limit=arguments.limit).questions
         prompts = [model.encode_chat([{"role": "user", "content": str(q.turns[0])}]) for q in questions]
         output = jaxspec.generate(
             model, prompts, drafter="none", max_new_tokens=arguments.tokens, batch=arguments.batch

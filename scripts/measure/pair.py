@@ -25,7 +25,7 @@ import numpy as np
 import jaxspec
 from jaxspec.analysis.bootstrap import ratio_interval
 from jaxspec.bench import tasks
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.core.records import Window
 from jaxspec.decode.stats import Stats
 from jaxspec.generation import inputs
@@ -50,7 +50,7 @@ def prompt_ids(model: jaxspec.Model, limit: int, longest: int) -> list[list[int]
     """Returns the first `limit` prompts of each task that are short enough, sorted by length."""
     chosen = []
     for name in ("humaneval", "mt-bench"):
-        texts = [str(question.turns[0]) for question in tasks.load(name).questions]
+        texts = [str(question.turns[0]) for question in tasks.load_task(name).questions]
         ids = [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
         chosen += [prompt for prompt in ids if len(prompt) <= longest][:limit]
     return sorted(chosen, key=len)
@@ -217,15 +217,15 @@ def main() -> int:
         kept = ("temperature", "top_p", "tree", "rule", "tokens_per_round", "tokens_per_round_95", "acceptance_rate",
                 "speedup_from_calls")  # fmt: skip
         values = {
-            "target_ms": {str(width): significant(ms) for width, ms in times.items()},
-            "draft_ms": significant(one),
-            "peak_gib": significant(peak, 3),
+            "target_ms": {str(width): round_significant(ms) for width, ms in times.items()},
+            "draft_ms": round_significant(one),
+            "peak_gib": round_significant(peak, 3),
             "prompts": len(ids),
             "texts": sum(len(ids) for row in rows if "same_text" in row),
             "same_texts": sum(row.get("same_text", 0) for row in rows),
             "rows": [{key: row[key] for key in kept} for row in rows],
         }
-        print(f"written: {write(arguments.record, 'pair', sys.argv, values)}")
+        print(f"written: {write_record(arguments.record, 'pair', sys.argv, values)}")
     return 1 if failed else 0
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.backend import command_buffer
-from jaxspec.bench.measurements import add_record, quartiles, significant, write
+from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
 from scripts.library.exact import describe
 
 ROWS = (1, 2, 9, 16, 17, 48, 64, 128)
@@ -229,7 +229,7 @@ class Bench:
                 line["failed"] = describe(error)
                 break
             line["us"][str(count)] = quartiles(taken)
-            line["gb_per_s"][str(count)] = significant(weights.nbytes / np.median(taken) / 1e3)
+            line["gb_per_s"][str(count)] = round_significant(weights.nbytes / np.median(taken) / 1e3)
         print(line, flush=True)
 
 
@@ -253,7 +253,7 @@ def main() -> int:
         def save() -> None:
             if arguments.record:
                 values = {"rows": list(rows), "lines": list(bench.lines.values())}
-                write(arguments.record, "products", sys.argv, values)
+                write_record(arguments.record, "products", sys.argv, values)
 
         waiting = [[(form, bench.compile(form)) for form in forms(product)] for product in chosen]
         for product, compiled in zip(chosen, waiting):

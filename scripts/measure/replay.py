@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.core.theory import assumed_cost
 from jaxspec.kernels.library import TOKEN_COSTS
 from scripts.library.replayed import KEPT, Drafter, Table, Text, matches, rounds
@@ -57,7 +57,9 @@ def shares(texts: list[Text], fill: Sequence[str], bigrams: dict, warm: bool) ->
             one[first:] += 1
             if place + 2 < len(tokens):
                 two[max(first, rank(table[tokens[place + 1]], tokens[place + 2])) :] += 1
-    return {name: [significant(v) for v in hits[[0, 1, 3, 7]] / places] for name, hits in (("one", one), ("two", two))}
+    return {
+        name: [round_significant(v) for v in hits[[0, 1, 3, 7]] / places] for name, hits in (("one", one), ("two", two))
+    }
 
 
 def rank(entry: dict[int, float], token: int) -> int:
@@ -75,7 +77,7 @@ def by_match(texts: list[Text]) -> list[dict[str, Any]]:
             match, other = found[0] if found else (0, -1)
             hits[match][0] += 1
             hits[match][1] += bool(found) and text.tokens[other + 1] == text.tokens[place + 1]
-    return [{"match": m, "places": n, "right": significant(k / n)} for m, (n, k) in sorted(hits.items())]
+    return [{"match": m, "places": n, "right": round_significant(k / n)} for m, (n, k) in sorted(hits.items())]
 
 
 def by_share(texts: list[Text]) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ def by_share(texts: list[Text]) -> list[dict[str, Any]]:
             for token, share in table[text.tokens[place]].items():
                 hits[min(int(10 * share), 9)][0] += 1
                 hits[min(int(10 * share), 9)][1] += token == text.tokens[place + 1]
-    return [{"share": k / 10, "places": n, "right": significant(r / n)} for k, (n, r) in sorted(hits.items())]
+    return [{"share": k / 10, "places": n, "right": round_significant(r / n)} for k, (n, r) in sorted(hits.items())]
 
 
 def second_guesses(texts: list[Text]) -> list[float]:
@@ -101,14 +103,14 @@ def second_guesses(texts: list[Text]) -> list[float]:
             places += 1
             if text.tokens[place + 1] in rest:
                 hits[rest.index(text.tokens[place + 1])] += 1
-    return [significant(v) for v in hits[:8] / places]
+    return [round_significant(v) for v in hits[:8] / places]
 
 
 def predicted(found: list[collections.Counter], costs: dict[str, dict[int, float]]) -> dict[str, Any]:
     """Returns tokens per round, and by dtype the median and the least of the speeds, in times of plain decoding."""
     total = sum((collections.Counter(c) for c in found), collections.Counter())
     count = sum(v for k, v in total.items() if k != "tokens")
-    out: dict[str, Any] = {"tokens_per_round": significant(total["tokens"] / count)}
+    out: dict[str, Any] = {"tokens_per_round": round_significant(total["tokens"] / count)}
     for dtype, cost in costs.items():
         speeds = [
             counts["tokens"] / sum(
@@ -116,7 +118,7 @@ def predicted(found: list[collections.Counter], costs: dict[str, dict[int, float
             )
             for counts in found
         ]  # fmt: skip
-        out[dtype] = [significant(float(np.median(speeds)), 3), significant(min(speeds), 3)]
+        out[dtype] = [round_significant(float(np.median(speeds)), 3), round_significant(min(speeds), 3)]
     return out
 
 
@@ -172,7 +174,7 @@ def costs_of(path: str | None) -> dict[str, dict[int, float]]:
                 if (row["capacity"], row["temperature"]) == (512, 0.0)
             }  # fmt: skip
             wider = {w: known[16] + (known[16] - known[8]) / 8 * (w - 16) for w in WIDTHS if w > 16}
-            costs[dtype] = {w: significant(known.get(w) or wider[w]) for w in WIDTHS}
+            costs[dtype] = {w: round_significant(known.get(w) or wider[w]) for w in WIDTHS}
     return costs
 
 
@@ -216,7 +218,7 @@ def main() -> None:
             models[name][task] = replayed(texts, bigrams, costs)
     if arguments.record:
         words = ["python", "-m", "scripts.measure.replay", *sys.argv[1:]]
-        print(f"written: {write(arguments.record, 'replay', words, {'costs': costs, 'models': models})}")
+        print(f"written: {write_record(arguments.record, 'replay', words, {'costs': costs, 'models': models})}")
 
 
 if __name__ == "__main__":

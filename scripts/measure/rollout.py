@@ -17,14 +17,14 @@ import jax
 import numpy as np
 
 import jaxspec
-from jaxspec.bench.measurements import add_record, quartiles, significant, write
-from jaxspec.bench.texts import COPIES
+from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
+from jaxspec.bench.texts import COPY_TASKS
 from jaxspec.generation.inputs import pad_prompts
 
 MODEL = "smollm2-135m-instruct"
 PROMPTS = {
     "ordinary": ["Why is the sky blue?", "Tell me a short story about a lighthouse keeper."],
-    "copying": [COPIES[name][1] for name in ("table", "settings")],
+    "copying": [COPY_TASKS[name][1] for name in ("table", "settings")],
 }
 WAYS: tuple[str, ...] = ("none", "prompt-lookup", "medusa")
 
@@ -81,12 +81,12 @@ def measure(model: jaxspec.Model, arguments: Any) -> dict[str, Any]:
                 if repeat == 1:
                     gap = max(gap, float(abs(score(params, rollout).sampled - rollout.logprobs.sampled).max()))
             texts += arguments.rows * bool(repeat)
-        found[name] = {"texts": texts, "largest_gap": significant(gap, 2), "ways": {}}
+        found[name] = {"texts": texts, "largest_gap": round_significant(gap, 2), "ways": {}}
         for way in WAYS:
             ratio = np.median(np.array(rates[way]) / np.array(rates["none"]))
             found[name]["ways"][way] = {
-                "tokens_per_s": quartiles(rates[way]), "times_plain": significant(ratio),
-                "tokens_per_round": significant(texts * arguments.tokens / rounds[way]), "same_texts": same[way],
+                "tokens_per_s": quartiles(rates[way]), "times_plain": round_significant(ratio),
+                "tokens_per_round": round_significant(texts * arguments.tokens / rounds[way]), "same_texts": same[way],
             }  # fmt: skip
     return found
 
@@ -113,7 +113,7 @@ def main() -> int:
                       f"{entry['same_texts']} of {found['texts']} texts, log-probabilities within "
                       f"{found['largest_gap']:g}", flush=True)  # fmt: skip
     if arguments.record:
-        print(f"written: {write(arguments.record, 'rollout', sys.argv, values)}")
+        print(f"written: {write_record(arguments.record, 'rollout', sys.argv, values)}")
     return 0
 
 

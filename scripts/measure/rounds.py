@@ -34,7 +34,7 @@ import numpy as np
 import jaxspec
 from jaxspec.backend import command_buffer
 from jaxspec.bench.equality import first_difference
-from jaxspec.bench.measurements import add_record, quartiles, significant, write
+from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
 from jaxspec.decode.state import Request, State, Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.models.quantized import quantize
@@ -297,7 +297,7 @@ def measured(runs: dict[Case, Timed], first: Case, repeats: int) -> dict[Case, d
         row: dict[str, Any] = {
             "name": case.name, "dtype": "int8" if case.int8 else "bfloat16", "rows": case.rows,
             "temperature": case.temperature, "ms": quartiles(timed.ms),
-            "tokens_per_round": significant((len(timed.tokens) - 1) / int(timed.state.round[0])),
+            "tokens_per_round": round_significant((len(timed.tokens) - 1) / int(timed.state.round[0])),
         }  # fmt: skip
         if first in runs:
             row["times_plain"] = quartiles(np.array(timed.ms) / np.array(runs[first].ms))
@@ -336,7 +336,7 @@ def main() -> int:
     known = parts(names, WIDTHS[2:3] if arguments.small else WIDTHS, forms)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(bench.params[False]))
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.layers} layers, {size / 1e9:.1f} GB")
-    values: dict[str, Any] = {"layers": arguments.layers, "weights_gb": significant(size / 1e9), "parts": {}}
+    values: dict[str, Any] = {"layers": arguments.layers, "weights_gb": round_significant(size / 1e9), "parts": {}}
     size = READ >> 6 if arguments.small else READ
     read = reader(size)
     values["read_gb_per_s"] = quartiles([size / read() / 1e9 for _ in range(20)])
@@ -344,7 +344,7 @@ def main() -> int:
 
     def save() -> None:
         if arguments.record:
-            write(arguments.record, "rounds", sys.argv, values)
+            write_record(arguments.record, "rounds", sys.argv, values)
 
     runs: dict[Case, Timed] = {}
     took: dict[Case, float] = {}
@@ -367,7 +367,7 @@ def main() -> int:
                 compile_missing(group)
             own = {case: runs[case] for case in dict.fromkeys([*always, *group]) if case in runs}
             for case, row in measured(own, known[name][0], arguments.repeats).items():
-                rows[name].setdefault(case, row | {"compile_s": significant(took[case], 3)})
+                rows[name].setdefault(case, row | {"compile_s": round_significant(took[case], 3)})
             values["parts"][name] = list(rows[name].values())
             save()
         print(f"{name}: {time.perf_counter() - start:.0f} s since the start", flush=True)

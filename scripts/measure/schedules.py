@@ -17,8 +17,8 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench import tasks
-from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.cli.tune import table
+from jaxspec.bench.measurements import add_record, round_significant, write_record
+from jaxspec.cli.tune import format_table
 from jaxspec.generation.drafting import Drafting
 from jaxspec.registry import find
 from jaxspec.tuning.tune import tune
@@ -28,7 +28,7 @@ MODEL = "smollm2-135m-instruct"
 
 def prompts(limit: int, skip: int) -> list[str]:
     """Returns `limit` ordinary and `limit` copying prompts, after the first `skip` of each."""
-    chosen = [tasks.load(name, skip + limit, 0).questions[skip:] for name in ("mt-bench", "copy")]
+    chosen = [tasks.load_task(name, skip + limit, 0).questions[skip:] for name in ("mt-bench", "copy")]
     return [str(question.turns[0]) for questions in chosen for question in questions]
 
 
@@ -52,7 +52,7 @@ def main() -> int:
     drafting = Drafting(name, **models)
     length = max(longest, drafting.build_drafter(target)[0].shape.depth)
     tuned = tune(target, prompts(1, arguments.limit), drafter=name, **models, tree=length, chat=True)
-    print("\n".join(table(tuned.measured)), tuned.schedule, sep="\n", flush=True)
+    print("\n".join(format_table(tuned.measured)), tuned.schedule, sep="\n", flush=True)
 
     fixed = {"drafter": name, **models}
     ways: dict[str, dict[str, Any]] = {"plain": {"drafter": "none"}}
@@ -89,14 +89,14 @@ def main() -> int:
         each, overall = plain / values, plain.sum() / sum(values)
         print(f"{way:16} {overall:.2f} times plain overall, {each.min():.2f} to {each.max():.2f}")
         figures[way] = {
-            "times_plain": significant(overall),
-            "least": significant(each.min()),
-            "most": significant(each.max()),
+            "times_plain": round_significant(overall),
+            "least": round_significant(each.min()),
+            "most": round_significant(each.max()),
         }
     if arguments.record:
         values = {"drafter": arguments.drafter, "prompts": len(asked), "tokens": arguments.tokens, "same_texts": alike,
                   "ways": figures}  # fmt: skip
-        print(f"written: {write(arguments.record, 'schedules', sys.argv, values)}")
+        print(f"written: {write_record(arguments.record, 'schedules', sys.argv, values)}")
     return 0
 
 

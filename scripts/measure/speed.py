@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec.bench.measurements import add_record, quartiles, significant, write
-from jaxspec.bench.texts import COPYING
+from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
+from jaxspec.bench.texts import COPY_PROMPT
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Window
@@ -108,12 +108,12 @@ def widths(arguments) -> dict[str, Any]:
             print(f"{dtype} width {width:2} capacity {capacity:4} temperature {temperature}: {spread(values)} ms, "
                   f"{ratio:.2f} x width 1")  # fmt: skip
             rounds.append({"width": width, "capacity": capacity, "temperature": temperature, "ms": quartiles(values),
-                           "times_width_1": significant(ratio)})  # fmt: skip
+                           "times_width_1": round_significant(ratio)})  # fmt: skip
         rate = model.bytes / np.median(reads) / 1e6
         print(f"{dtype} weights {model.bytes / 1e9:.3f} GB: read in {spread(reads)} ms, {rate:.1f} GB/s, "
               f"width 1 takes {spread(one / reads)} times that")  # fmt: skip
-        figures[dtype] = {"weights_gb": significant(model.bytes / 1e9), "read_ms": quartiles(reads), "rounds": rounds,
-                        "width_1_times_read": quartiles(one / reads)}  # fmt: skip
+        figures[dtype] = {"weights_gb": round_significant(model.bytes / 1e9), "read_ms": quartiles(reads),
+                        "rounds": rounds, "width_1_times_read": quartiles(one / reads)}  # fmt: skip
     return figures
 
 
@@ -122,7 +122,7 @@ def lookup(arguments) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for dtype in arguments.dtypes:
         model = jaxspec.load(MODEL, dtype=dtype)
-        tasks = [("copying", COPYING, 256)] + [(text, text, 128) for text in ORDINARY]
+        tasks = [("copying", COPY_PROMPT, 256)] + [(text, text, 128) for text in ORDINARY]
         for name, prompt, tokens in tasks:
             rates: dict[str, list[float]] = {"none": [], "prompt-lookup": []}
             texts, tokens_per_round = {}, 0.0
@@ -137,7 +137,7 @@ def lookup(arguments) -> dict[str, Any]:
                         values.append(out.timing.tokens_per_s)
             ratio = np.array(rates["prompt-lookup"]) / np.array(rates["none"])
             figures.setdefault(dtype, []).append({
-                "prompt": name, "tokens": len(texts["none"]), "tokens_per_round": significant(tokens_per_round),
+                "prompt": name, "tokens": len(texts["none"]), "tokens_per_round": round_significant(tokens_per_round),
                 "plain_tokens_per_s": quartiles(rates["none"]),
                 "lookup_tokens_per_s": quartiles(rates["prompt-lookup"]),
                 "times_plain": quartiles(ratio), "same_text": texts["none"] == texts["prompt-lookup"],
@@ -175,7 +175,7 @@ def compile_times(arguments) -> dict[str, Any]:
         jax.clear_caches()
         out = jaxspec.generate(model, "Hello", chat=False, drafter=label.split()[0], max_new_tokens=2, **options)
         print(f"SmolLM2, 30 layers, {label}: compile {out.timing.compile_s:.1f} s", flush=True)
-        figures["compile_s"][label] = significant(out.timing.compile_s, 3)
+        figures["compile_s"][label] = round_significant(out.timing.compile_s, 3)
     for layers in arguments.layers:
         lm = TransformerLM(small(layers))
         tiny = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
@@ -185,7 +185,7 @@ def compile_times(arguments) -> dict[str, Any]:
             jax.clear_caches()
             out = jaxspec.generate(tiny, [1, 2, 3], drafter=drafter, max_new_tokens=2)
             seconds.append(out.timing.compile_s)
-        plain, drafted = (significant(value, 3) for value in seconds)
+        plain, drafted = (round_significant(value, 3) for value in seconds)
         figures["by_layers"].append({"layers": layers, "plain_s": plain, "lookup_s": drafted})
         print(
             f"{layers:2} layers: compile {seconds[0]:.1f} s plain, {seconds[1]:.1f} s prompt-lookup",
@@ -399,8 +399,8 @@ def batches(arguments) -> dict[str, Any]:
                 )
                 figures.setdefault(dtype, []).append({
                     "rows": rows, "drafter": name, "tokens_per_s": quartiles(rates[name]),
-                    "times_plain": significant(ratio), "tokens_per_round": significant(tokens[name]),
-                    "round_cost": significant(cost), "target_cost": significant(wide), "nodes": nodes[name],
+                    "times_plain": round_significant(ratio), "tokens_per_round": round_significant(tokens[name]),
+                    "round_cost": round_significant(cost), "target_cost": round_significant(wide), "nodes": nodes[name],
                 })  # fmt: skip
                 print(
                     f"{dtype} {rows:2} rows {name:14} {spread(rates[name])} tokens/s, {ratio:.2f} x plain, "
@@ -440,7 +440,7 @@ def main() -> int:
     print(f"jax {jax.__version__}, {jax.default_backend()}, {platform.machine()}, {jax.local_device_count()} device")
     values = parts[arguments.part](arguments)
     if arguments.record:
-        print(f"written: {write(arguments.record, arguments.part, sys.argv, values)}")
+        print(f"written: {write_record(arguments.record, arguments.part, sys.argv, values)}")
     return 0
 
 

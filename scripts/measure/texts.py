@@ -25,7 +25,7 @@ import jaxspec
 from jaxspec.backend import command_buffer
 from jaxspec.bench import tasks
 from jaxspec.bench.equality import first_difference
-from jaxspec.bench.measurements import add_record, quartiles, significant, write
+from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
 from jaxspec.decode.stats import Stats
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
@@ -76,7 +76,7 @@ def prompts(model: jaxspec.Model, names: Sequence[str], limit: int) -> dict[str,
     """Returns the first prompts of each task that are short enough."""
     found = {}
     for name in names:
-        texts = [str(question.turns[0]) for question in tasks.load(name).questions]
+        texts = [str(question.turns[0]) for question in tasks.load_task(name).questions]
         ids = [model.encode_chat([{"role": "user", "content": text}]) for text in texts]
         found[name] = [row for row in ids if len(row) <= LONGEST][:limit]
     return found
@@ -115,10 +115,10 @@ class Target:
             row = {
                 "dtype": self.dtype, "temperature": temperature, "task": task, "drafter": name, "prompts": len(texts),
                 "times_plain": quartiles(kept["ratio"]), "tokens_per_s": quartiles(kept["speed"]),
-                "tokens_per_round": significant(Stats.total(kept["stats"]).tokens_per_round),
+                "tokens_per_round": round_significant(Stats.total(kept["stats"]).tokens_per_round),
                 "same_texts": sum(kept["same"]),
             }  # fmt: skip
-            rows.append(row | ({"largest_gap": significant(max(kept["gap"]))} if kept["gap"] else {}))
+            rows.append(row | ({"largest_gap": round_significant(max(kept["gap"]))} if kept["gap"] else {}))
             print(rows[-1], flush=True)
         return rows
 
@@ -158,7 +158,7 @@ def main() -> int:
         for temperature, (task, texts) in itertools.product(arguments.temperatures, asked.items()):
             rows += target.measured(temperature, task, texts, arguments.repeats)
             if arguments.record:
-                write(arguments.record, "texts", sys.argv, {"rows": rows})
+                write_record(arguments.record, "texts", sys.argv, {"rows": rows})
     return 0
 
 

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec.bench.measurements import add_record, quartiles, significant, write
+from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
 from jaxspec.train import losses
 from jaxspec.train.settings import TrainSettings
-from jaxspec.train.step import Trainable, init_state, read_features, train_step
+from jaxspec.train.step import Trainable, compute_features, init_state, train_step
 from scripts.library import loops
 from scripts.library.exact import describe
 from scripts.measure.rounds import SMALL, random
@@ -78,7 +78,7 @@ class Setup(NamedTuple):
         start, batch = time.perf_counter(), self.batch()
         state = init_state(self.settings, self.trainee, Trainable(self.heads))
         state = jax.tree.map(jnp.copy, state)  # a step donates it, and heads share arrays with the target
-        read = jax.jit(functools.partial(read_features, self.network))
+        read = jax.jit(functools.partial(compute_features, self.network))
         features = jax.eval_shape(read, params, batch.tokens, batch.segments)
         step = jax.jit(functools.partial(train_step, self.settings, self.trainee, self.network), donate_argnums=1)
         whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), batch._replace(features=features))
@@ -107,9 +107,9 @@ def measure(setup: Setup, params: Any, repeats: int, compiled: tuple[Callable, C
     whole_s = np.median(np.add(reads, steps)) / 1e3
     rows, tokens = setup.settings.batch, setup.settings.row_tokens
     return {
-        "rows": rows, "row_tokens": tokens, "compile_s": significant(seconds, 3), "features_ms": quartiles(reads),
-        "step_ms": quartiles(steps), "steps_per_s": significant(1 / whole_s),
-        "tokens_per_s": significant(rows * tokens / whole_s),
+        "rows": rows, "row_tokens": tokens, "compile_s": round_significant(seconds, 3),
+        "features_ms": quartiles(reads), "step_ms": quartiles(steps), "steps_per_s": round_significant(1 / whole_s),
+        "tokens_per_s": round_significant(rows * tokens / whole_s),
     }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def main() -> int:
             lines.append(line)
             if arguments.record:
                 values = {"layers": layers, "drafted": drafted, "lines": lines}
-                write(arguments.record, "training-steps", sys.argv, values)
+                write_record(arguments.record, "training-steps", sys.argv, values)
     return 0
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import jaxspec
 from jaxspec.bench import tasks
 from jaxspec.bench.equality import first_difference
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from scripts.library import exact
 
 MODEL = "smollm2-135m-instruct"
@@ -132,7 +132,7 @@ def compare(plain: Sequence[Text], drafted: Sequence[Text]) -> dict[str, Any]:
         "texts": len(plain),
         "same_tokens": sum(one.tokens == other.tokens for one, other in zip(plain, drafted)),
         "same_bits": sum(one == other for one, other in zip(plain, drafted)),
-        "largest_gap": significant(max(gaps), 2),
+        "largest_gap": round_significant(max(gaps), 2),
     }
 
 
@@ -184,7 +184,7 @@ def main() -> int:
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     start = time.perf_counter()
-    chosen = [tasks.load(name, -(-arguments.prompts // 2), 0).questions for name in ("mt-bench", "humaneval")]
+    chosen = [tasks.load_task(name, -(-arguments.prompts // 2), 0).questions for name in ("mt-bench", "humaneval")]
     prompts = [str(question.turns[0]) for pair in zip(*chosen) for question in pair][: arguments.prompts]
     lines: list[dict[str, Any]] = []
     values = {"layers": arguments.layers, "tokens": arguments.tokens, "lines": lines}
@@ -193,7 +193,7 @@ def main() -> int:
         lines.append(line)
         print(f"{time.perf_counter() - start:5.0f} s {shown(line)}", flush=True)
         if arguments.record:
-            write(arguments.record, "text-bits", sys.argv, values)
+            write_record(arguments.record, "text-bits", sys.argv, values)
 
     for dtype, exactly in itertools.product(arguments.dtypes, sorted(exact.FORMS[arguments.exact], reverse=True)):
         about = {"dtype": dtype, "exact": exactly}

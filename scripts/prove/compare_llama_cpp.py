@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.core.records import Window
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "tests" / "golden" / "smollm2_text.json"
@@ -130,7 +130,7 @@ def compare_texts(model: jaxspec.Model, peer: Peer, tokens: int) -> dict:
         largest = max(largest, float(gaps.max()))
     print(f"  greedy choices alike: {agreed} of {chosen} ({agreed / chosen:.1%})")
     return {"choices": chosen, "same_choices": agreed, "texts": len(PROMPTS), "same_texts": whole,
-            "largest_gap": significant(largest, 2)}  # fmt: skip
+            "largest_gap": round_significant(largest, 2)}  # fmt: skip
 
 
 def main() -> None:
@@ -149,7 +149,7 @@ def main() -> None:
         peer.close()
         sys.stdout.flush()
     if arguments.record:
-        print(f"written: {write(arguments.record, 'llama-cpp', sys.argv, found, versions)}")
+        print(f"written: {write_record(arguments.record, 'llama-cpp', sys.argv, found, versions)}")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import sys
 import numpy as np
 
 import jaxspec
-from jaxspec.bench.measurements import add_record, significant, write
-from jaxspec.bench.peers import environment
+from jaxspec.bench.measurements import add_record, round_significant, write_record
+from jaxspec.bench.peers import prepare_environment
 from jaxspec.heads.export import export_heads
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
@@ -85,13 +85,13 @@ def main() -> int:
     parser.add_argument("--peer-python")
     add_record(parser.add_argument)
     given = parser.parse_args()
-    python, folder = given.peer_python or str(environment("vllm")), given.folder.resolve()
+    python, folder = given.peer_python or str(prepare_environment("vllm")), given.folder.resolve()
     target, heads = make(folder)
     prompts = PROMPTS[:8]  # of texts that it was not trained on the head of a random target knows nothing
     own = jaxspec.generate(
         target, prompts, drafter="eagle", heads=heads, tree=LENGTH, max_new_tokens=TOKENS, ignore_eos=True
     )
-    accepted = [significant(share, 3) for share in own.stats.acceptance_by_position]
+    accepted = [round_significant(share, 3) for share in own.stats.acceptance_by_position]
     rows = [{"engine": "jaxspec", "rounds": own.stats.rounds, "accepted": accepted, "same_texts": len(prompts)}]
     for layout in LAYOUTS:
         found = peer(python, folder, layout, prompts)
@@ -99,14 +99,14 @@ def main() -> int:
         by_place = found["counts"]["vllm:spec_decode_num_accepted_tokens_per_pos"]
         same = sum(row.tokens == text for row, text in zip(own, found["texts"], strict=True))
         engine = f"vLLM {found['version']}, layout {layout}"
-        accepted = [significant(count / rounds, 3) for count in by_place]
+        accepted = [round_significant(count / rounds, 3) for count in by_place]
         rows.append({"engine": engine, "rounds": rounds, "accepted": accepted, "same_texts": same})
     for row in rows:
         print(f"{row['engine']}: {row['rounds']} rounds, accepted by place {row['accepted']}, "
               f"{row['same_texts']} of {len(prompts)} texts are jaxspec's")  # fmt: skip
     if given.record:
         words = ["python", "-m", "scripts.prove.compare_vllm", *sys.argv[1:]]
-        print(f"written: {write(given.record, 'vllm', words, {'texts': len(prompts), 'rows': rows})}")
+        print(f"written: {write_record(given.record, 'vllm', words, {'texts': len(prompts), 'rows': rows})}")
     return int(any(row["same_texts"] < len(prompts) for row in rows))
 
 

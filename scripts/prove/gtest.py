@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.measurements import add_record, significant, write
+from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import chain, from_paths
 from jaxspec.decode.loop import Decoder
@@ -167,9 +167,9 @@ def main() -> int:
     print(f"\n{len(found)} cells of {samples} texts: smallest p after Holm {least:.3g}; impossible texts: {impossible}")
     print(f"a bias of {worst:.4f} (total variation) would have been found in any of them with probability 0.999")
     if args.record:
-        values = {"cells": len(found), "texts": samples, "least_p": significant(least, 3), "impossible": impossible,
-                  "detectable_bias": significant(worst, 2)}  # fmt: skip
-        print(f"written: {write(args.record, 'gtest', sys.argv, values)}")
+        values = {"cells": len(found), "texts": samples, "least_p": round_significant(least, 3),
+                  "impossible": impossible, "detectable_bias": round_significant(worst, 2)}  # fmt: skip
+        print(f"written: {write_record(args.record, 'gtest', sys.argv, values)}")
     return int(least < FAILS)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import jaxspec
 from jaxspec.cli import main
-from jaxspec.heads.find import every_shipped
+from jaxspec.heads.find import list_shipped_heads
 from jaxspec.kernels.library import describe_kernels, kernels_available
 from jaxspec.text.chat import ChatTemplate
 
@@ -33,7 +33,7 @@ def check(kernels: bool) -> None:
     """
     print(f"jaxspec {jaxspec.__version__} in {jaxspec.__path__[0]}, kernels: {describe_kernels()}")
     assert kernels_available() == kernels, describe_kernels()
-    assert every_shipped(), "no heads come with this installation"
+    assert list_shipped_heads(), "no heads come with this installation"
     lm = jaxspec.FunctionLM(follow, VOCAB)
     table = jax.nn.one_hot((jnp.arange(VOCAB) * 5 + 1) % VOCAB, VOCAB) * 9.0
     model = jaxspec.Model(lm, table)

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 
-from jaxspec.bench.measurements import add_record, write
+from jaxspec.bench.measurements import add_record, write_record
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT = 600
@@ -363,14 +363,6 @@ MUTANTS = (
         ("tests/models/test_products_pallas.py::test_sums_are_chains_over_tiles_and_trees_over_segments[64]",),
     ),
     Mutant(
-        "pallas-norm-left-to-xla",
-        "XLA norms the features between kernels of a fixed order, in an order of its own for each number of rows",
-        "models/layer_calls_pallas.py",
-        "return _tokens(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)",
-        "return _tokens(norm(read.x), read.batch, read.tokens)",
-        ("tests/models/test_layer_calls.py::test_nothing_between_embedding_and_logits_sums_but_the_kernels",),
-    ),
-    Mutant(
         "norms-by-the-place-of-a-row",
         "rows of odd places are summed backwards",
         "kernels/src/rows.h",
@@ -462,8 +454,8 @@ MUTANTS = (
         "training-masks-one-off",
         "the mask of a token is that of the token before it (EAGLE's and SpecForge's trainers, in their first step)",
         "train/batch.py",
-        "there = same & ahead(batch.mask, steps)",
-        "there = same & ahead(batch.mask, steps - 1)",
+        "supervised = same & shift_left(batch.mask, steps)",
+        "supervised = same & shift_left(batch.mask, steps - 1)",
         ("tests/heads/test_eagle_switches.py::test_losses_and_gradients_of_three_steps[plain]",),
     ),
     Mutant(
@@ -486,32 +478,32 @@ MUTANTS = (
         "training-block-sees-its-root",
         "a block in training reads the target's state at its root, which knows the next token",
         "train/dflash.py",
-        "(step <= places[..., None])",
-        "(step <= places[..., None] + 1)",
+        "(step <= anchors[..., None])",
+        "(step <= anchors[..., None] + 1)",
         ("tests/train/test_dflash_training.py::test_a_block_sees_nothing_of_its_own_future[dflash]",),
     ),
     Mutant(
         "training-block-with-gaps",
         "the loss of a block counts tokens after one that does not count",
         "train/batch.py",
-        "return there & wanted(batch, step - 1, True) if blocks and step else there",
-        "return there",
+        "return supervised & find_supervised(batch, step - 1, True) if blocks and step else supervised",
+        "return supervised",
         ("tests/train/test_dflash_training.py::test_a_token_of_a_block_counts_if_all_before_it_do",),
     ),
     Mutant(
         "training-markov-reads-the-token-itself",
         "the Markov head reads the token that it corrects, which no round knows",
         "train/dflash.py",
-        "words = head.words(here(batch, ahead(batch.tokens, 1 + step)))",
-        "words = head.words(here(batch, ahead(batch.tokens, 2 + step)))",
+        "words = head.words(take_anchors(batch, shift_left(batch.tokens, 1 + step)))",
+        "words = head.words(take_anchors(batch, shift_left(batch.tokens, 2 + step)))",
         ("tests/train/test_dflash_training.py::test_losses_and_gradients_are_deepspecs[DSpark]",),
     ),
     Mutant(
         "training-mask-sees-its-answer",
         "a mask in training sees the text after its root, and so the token that it names",
         "train/pard.py",
-        "behind = same & (step <= places[:, :, None] + 1)",
-        "behind = same & (step <= places[:, :, None] + 2)",
+        "behind = same & (step <= anchors[:, :, None] + 1)",
+        "behind = same & (step <= anchors[:, :, None] + 2)",
         ("tests/train/test_pard_training.py::test_losses_and_gradients_are_those_of_one_dense_mask",),
     ),
     Mutant(
@@ -526,8 +518,8 @@ MUTANTS = (
         "training-losses-of-other-places",
         "the losses of a step are those of other places than its guesses, some of which were dropped",
         "train/batch.py",
-        "return batch._replace(places=batch.places[:, : max(1, int(shares[step] * batch.places.shape[1]))])",
-        "return batch._replace(places=batch.places[:, -max(1, int(shares[step] * batch.places.shape[1])) :])",
+        "return batch._replace(anchors=batch.anchors[:, : max(1, int(shares[step] * batch.anchors.shape[1]))])",
+        "return batch._replace(anchors=batch.anchors[:, -max(1, int(shares[step] * batch.anchors.shape[1])) :])",
         ("tests/train/test_pard_training.py::test_losses_and_gradients_are_those_of_one_dense_mask",),
     ),
     Mutant(
@@ -912,7 +904,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     print(f"{len(chosen) - survivors} of {len(chosen)} killed")
     if arguments.record:
         values = {"bugs": len(chosen), "found": len(chosen) - survivors}
-        print(f"written: {write(arguments.record, 'mutants', sys.argv, values)}")
+        print(f"written: {write_record(arguments.record, 'mutants', sys.argv, values)}")
     return 1 if survivors else 0
 
 

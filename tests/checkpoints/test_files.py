@@ -22,7 +22,7 @@ from jaxspec.heads.headers import open_heads
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import DraftHeads, init_params
 from jaxspec.schedules.adaptive import Adaptive
-from jaxspec.storage.reading import MAX_DEPTH, MAX_DIGITS, check_path, parse_object, read_bytes, read_json
+from jaxspec.storage.reading import MAX_DIGITS, MAX_JSON_DEPTH, check_path, parse_object, read_bytes, read_json_file
 
 pytestmark = pytest.mark.quick
 
@@ -43,7 +43,7 @@ def nested(depth: int) -> str:
         ('{"a": 1000000000000000019884624838656}', {"a": 1000000000000000019884624838656}),  # of published files
         ('{"a": -' + "9" * (MAX_DIGITS - 1) + "}", {"a": 1 - 10 ** (MAX_DIGITS - 1)}),
         ('{"a": 1, "a": 1}', {"a": 1}),  # twice, and the same
-        (nested(MAX_DEPTH - 1), None),
+        (nested(MAX_JSON_DEPTH - 1), None),
     ],
 )
 def test_json_is_what_json_says(text, expected):
@@ -70,7 +70,7 @@ def test_json_is_what_json_says(text, expected):
         (b'{"a": {"b": 1, "c": 2, "b": 3}}', "the key 'b' has two different values"),
         (b'{"a": "\\ud800"}', "lone surrogate"),
         (b'{"\\uDFFFa": 1}', "lone surrogate"),
-        (nested(MAX_DEPTH + 1).encode(), "nested deeper than 64 levels"),
+        (nested(MAX_JSON_DEPTH + 1).encode(), "nested deeper than 64 levels"),
         (b"[" * 100_000, "nested deeper than 64 levels"),
         (b'{"a":' * 100_000, "nested deeper than 64 levels"),
     ],
@@ -97,7 +97,7 @@ READERS = {
     "open_checkpoint": open_checkpoint,
     "load_heads": load_heads,
     "Drafting.load": jaxspec.Drafting.load,
-    "tasks.load": tasks.load,
+    "tasks.load": tasks.load_task,
 }
 
 
@@ -138,7 +138,7 @@ def test_a_path_may_be_an_object_or_begin_at_home(tmp_path, monkeypatch):
     assert check_path("~/a") == check_path(tmp_path / "a") == tmp_path / "a"
     assert check_path("./~nosuchuser") == pathlib.Path("./~nosuchuser")
     (tmp_path / "t.jsonl").write_text('{"prompt": "x"}')
-    assert tasks.load(tmp_path / "t.jsonl").questions == tasks.load("~/t.jsonl").questions
+    assert tasks.load_task(tmp_path / "t.jsonl").questions == tasks.load_task("~/t.jsonl").questions
 
 
 def odd_file(place: pathlib.Path, kind: str) -> pathlib.Path:
@@ -161,11 +161,11 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path, kind):
     """A pipe that is opened blocks for ever, and a device has no end."""
     cases = [
         (jaxspec.Drafting.load, "t.json", TuningError),
-        (tasks.load, "t.jsonl", TaskError),
+        (tasks.load_task, "t.jsonl", TaskError),
         (jaxspec.load, "m.gguf", CheckpointError),
         (load_heads, "medusa_lm_head.safetensors", CheckpointError),
         (lambda path: load_heads(path, allow_pickle=True), "medusa_lm_head.pt", CheckpointError),
-        (lambda path: read_json(check_path(path)), "f.json", CheckpointError),
+        (lambda path: read_json_file(check_path(path)), "f.json", CheckpointError),
     ]
     for read, name, error in cases:
         place = odd_file(tmp_path / name, kind)

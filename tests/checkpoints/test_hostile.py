@@ -449,7 +449,7 @@ import json, pathlib, resource, sys
 import jaxspec, jaxspec.heads.files
 from jaxspec.bench import tasks
 from jaxspec.text.tokenizer import Tokenizer
-readers = {"load": jaxspec.load, "heads": jaxspec.load_heads, "tuned": jaxspec.Drafting.load, "tasks": tasks.load,
+readers = {"load": jaxspec.load, "heads": jaxspec.load_heads, "tuned": jaxspec.Drafting.load, "tasks": tasks.load_task,
            "tokenizer": Tokenizer.from_json}
 held = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 30),) * 2)

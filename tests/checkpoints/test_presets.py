@@ -222,7 +222,7 @@ def test_a_killed_download_is_removed_by_the_next_but_not_while_pip_goes_on(tiny
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n",
     )
     imports = "from jaxspec.storage import download\nfrom jaxspec.checkpoints.presets import Weights\n"
-    code = f"{imports}download.fetch({tiny!r})"
+    code = f"{imports}download.fetch_file({tiny!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(fake), os.environ.get("PYTHONPATH", "")])}
     cache = tmp_path / "cache" / "presets" / "tiny"
     child = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT)

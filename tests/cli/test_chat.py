@@ -110,7 +110,7 @@ def talk(capsys, monkeypatch):
     """Runs `jaxspec chat` with these lines as its input and gives (status, stdout, stderr)."""
 
     def call(lines, *words, target=TOY):
-        monkeypatch.setattr(show, "load", lambda *_: target)
+        monkeypatch.setattr(show, "load_model", lambda *_: target)
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
         status = main(["chat", "--length", "250", "--max-new-tokens", "24", *words])
         return status, *capsys.readouterr()
@@ -193,7 +193,7 @@ def test_a_full_conversation():
     row = ask(chat, "abc")
     assert (row.finish_reason, len(chat.ids), chat.room) == ("length", 20, 0)
     before = list(chat.messages)
-    with pytest.raises(CapacityError, match="takes 25 of 20 tokens, no room for an answer"):
+    with pytest.raises(CapacityError, match="takes 25 of 20 tokens, so there is no room for an answer"):
         ask(chat, "d")
     assert chat.messages == before
     chat.reset()
@@ -220,7 +220,7 @@ def test_an_answer_is_ended_from_outside(read, capsys):
 def test_what_cannot_talk():
     with pytest.raises(MissingTokenizer, match="toy has no chat template"):
         begin(target=Model(LM, TOY.params, TOKENIZER, name="toy"))
-    with pytest.raises(CapacityError, match="--length 99 is more than the target's context, 64 tokens"):
+    with pytest.raises(CapacityError, match="--length 99 is more than the target's context of 64 tokens"):
         begin("--length", "99", target=Model(TableLM(V, 64), TOY.params, TOKENIZER, TOY.chat_template))
 
 
@@ -247,7 +247,7 @@ def test_commands(talk):
     assert len(stats) == 2
     assert stats[0] == stats[1]
     assert int(stats[0][0]) == int(stats[0][1]) + int(stats[0][2])
-    assert "there is no /what; there are /reset, /stats and /exit" in err
+    assert "unknown command /what; the commands are /reset, /stats and /exit" in err
     told = [line for line in err.splitlines() if line.startswith(("answers: ", "there is no"))]
     again = talk([LINES[0], "/stats", "/reset", LINES[0], "/stats", "/what", "/no command"], *HOT, "--quiet")
     assert again[:2] == (status, out)
@@ -320,7 +320,7 @@ def test_interrupts(talk, monkeypatch, times):
 
 def test_an_interrupt_between_answers(monkeypatch, capsys):
     """On a terminal it is answered with how to leave; where the lines are sent, it ends the program."""
-    monkeypatch.setattr(show, "load", lambda *_: TOY)
+    monkeypatch.setattr(show, "load_model", lambda *_: TOY)
     for typed, status in ((True, 0), (False, 130)):
         keyboard, events = io.StringIO(), iter([KeyboardInterrupt, EOFError])
 
@@ -330,7 +330,7 @@ def test_an_interrupt_between_answers(monkeypatch, capsys):
         keyboard.isatty, keyboard.readline = (lambda typed=typed: typed), wait
         monkeypatch.setattr(sys, "stdin", keyboard)
         assert main(["chat"]) == status
-        assert ("/exit, or the end of the input, leaves" in capsys.readouterr().out) == typed
+        assert ("to leave, type /exit or end the input" in capsys.readouterr().out) == typed
 
 
 def test_no_logits(talk):
@@ -360,7 +360,8 @@ def test_a_chat_fits_its_answers_into_a_small_context(tmp_path, capsys, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("command", "way"), [("chat", "`jaxspec generate` needs none"), ("generate", "pass plain text (--no-chat) instead")]
+    ("command", "way"),
+    [("chat", "use `jaxspec generate` instead"), ("generate", "pass plain text (--no-chat)")],
 )
 def test_a_target_without_a_template(tmp_path, capsys, command, way):
     write_checkpoint(tmp_path, {})
@@ -414,7 +415,7 @@ def test_variables_and_tools_reach_every_turn(tmp_path):
     [("a=false", False), ("a=1", 1), ('a=[1, "x"]', [1, "x"]), ("a=null", None), ("a=high", "high"), ("a=", "")],
 )
 def test_a_variable_is_json_or_text(text, value):
-    assert options.variable(text) == ("a", value)
+    assert options.parse_variable(text) == ("a", value)
 
 
 @pytest.mark.parametrize(

@@ -211,26 +211,26 @@ def test_rows_are_printed_in_order(capsys):
         (["generate", "--drafter", "promt-lookup", "x"], "Did you mean 'prompt-lookup'?"),
         (["generate", "--rule", "copuled", "x"], "Did you mean 'coupled'?"),
         (["generate", "--dtype", "float16", "x"], "Did you mean"),
-        (["generate", "--drafter", "none", "--draft-dtype", "int8", "x"], "--draft-dtype is for the draft model"),
+        (["generate", "--drafter", "none", "--draft-dtype", "int8", "x"], "--draft-dtype needs a draft model"),
         (["generate", "--temprature", "1", "x"], "did you mean '--temperature'?"),
         (["generate", "--samples", "0", "x"], "--samples: expected a whole number from 1 to 1048576, got '0'"),
         (["generate", "--temperature", "hot", "x"], "--temperature"),
-        (["generate", "--tree", "4x2", "--draft-length", "3", "x"], "give one of the two"),
+        (["generate", "--tree", "4x2", "--draft-length", "3", "x"], "give only one of them"),
         (["generate", "--tree", "4,x", "x"], TREE_GRAMMAR),
         (["generate", "--drafter-option", "exit_layers=1", "x"], "the drafter prompt-lookup has no such option"),
         (["generate", "--drafter-option", "exit_layers", "x"], "expected NAME=VALUE"),
         (["generate", "--draft-model", "a", "x"], "is for the drafter model"),
         (["generate", "--drafter", "model", "x"], "needs --draft-model"),
-        (["generate", "--logprobs", "x"], "give --json"),
-        (["generate", "--logprobs", "0", "x"], "give --json"),
+        (["generate", "--logprobs", "x"], "add --json"),
+        (["generate", "--logprobs", "0", "x"], "add --json"),
         (["generate", "--logprobs", "2.5", "x"], "expected a whole number from 0"),
         (["generate", "--json", "--logprobs", "9999", "x"], "expected a whole number from 0 to 1024"),
-        (["generate", "--prompts", "a.txt", "x"], "instead of PROMPT"),
+        (["generate", "--prompts", "a.txt", "x"], "PROMPT and --prompts"),
         (["generate", "--prompts", "a.txt", "--split", "lines"], "Did you mean 'line'?"),
         (["generate", "--prompts", "a.jsonl", "--split", "line"], "--split is for .txt files"),
         (["generate", "--split", "line", "x"], "--split is for .txt files"),
         (["bench", "--split", "line"], "--split is for .txt files"),
-        (["generate", "--out", "a.jsonl", "--json", "x"], "give one of the two"),
+        (["generate", "--out", "a.jsonl", "--json", "x"], "give only one of them"),
         (["generate", "--out", "no/such/place.jsonl", "x"], "there is no folder"),
         (["generate", "--batch", "0", "x"], "--batch: expected a whole number from 1"),
         (["generate"], "standard input is empty"),
@@ -271,7 +271,7 @@ def test_trees():
     [
         (["--drafter", "early-exit", "--tree", "300x1"], "children, but the draft has a vocabulary of only 259"),
         (["--chat"], "has no chat template; pass plain text (--no-chat)"),
-        (["--max-new-tokens", "100000"], "the model's context is 4096"),
+        (["--max-new-tokens", "100000"], "model's context of 4096"),
         (["--drafter", "early-exit", "--drafter-option", "exit_layers=9"], "the target has 2"),
         (["--target", "smollm2-135m-instrukt"], "Did you mean 'smollm2-135m-instruct'?"),
         (["--target", "./nowhere.gguf"], "no such file"),
@@ -296,7 +296,7 @@ def test_unforeseen_failures_name_their_kind(generate, monkeypatch):
     def fail(*_):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr(show, "load", fail)
+    monkeypatch.setattr(show, "load_model", fail)
     assert errors(generate(PROMPT)[2]) == ["jaxspec: error: RuntimeError: two lines"]
 
 
@@ -336,7 +336,7 @@ def test_an_interrupted_import_is_an_interrupt(directory, capsys, monkeypatch):
     def load(*_, **__):
         type("Imported", (), {"member": type("Member", (), {"__set_name__": interrupted})()})
 
-    monkeypatch.setattr(show, "load", load)
+    monkeypatch.setattr(show, "load_model", load)
     assert main(["generate", "x", "--target", str(directory)]) == 130
     assert capsys.readouterr().err.endswith("\njaxspec: interrupted\n")
 
@@ -357,7 +357,7 @@ def test_an_interrupt_that_python_drops_comes_again(directory, capsys, monkeypat
         while time.monotonic() < end:
             time.sleep(0.01)
 
-    monkeypatch.setattr(show, "load", load)
+    monkeypatch.setattr(show, "load_model", load)
     hook, handler = sys.unraisablehook, signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["generate", "x", "--target", str(directory)]) == 130
@@ -443,13 +443,13 @@ def test_demo(directory, capsys, monkeypatch):
     drafters = {name: DRAFTERS[name] for name in ("prompt-lookup", "none")}
     monkeypatch.setattr(demo, "DRAFTERS", drafters)
     monkeypatch.setenv("COLUMNS", "60")
-    for name in texts.TASKS:  # as short as the other tests' prompts: nothing compiles anew
-        monkeypatch.setitem(texts.TASKS, name, (PROMPT, 12))
+    for name in texts.DEMO_TASKS:  # as short as the other tests' prompts: nothing compiles anew
+        monkeypatch.setitem(texts.DEMO_TASKS, name, (PROMPT, 12))
     assert main(["demo", "--target", str(directory)]) == 0
     out, err = capsys.readouterr()
     assert len(re.findall(r"^none \(plain\)  .* 1\.00 +1\.00 +1\.00 +yes$", out, re.MULTILINE)) == 2
     speeds = re.findall(r"^prompt-lookup +[\d.]+ +([\d.]+) .* yes$", out, re.MULTILINE)
-    closing = " ".join(out[out.index("What to take home") :].split())
+    closing = " ".join(out[out.index("What this means") :].split())
     for task, times in zip(("An ordinary question", "Repeating code with one change"), speeds, strict=True):
         (verdict,) = re.findall(rf"{task}: drafting .*? ([\d.]+) times as fast", closing)
         assert verdict == times, "what is taken home is what was measured"

@@ -12,7 +12,7 @@ import jaxspec
 from helpers import medusa_files as files
 from helpers.checkpoints import random_params, tiny_config, write_bytes, write_hf
 from jaxspec.cli import main
-from jaxspec.cli.train import replacing
+from jaxspec.cli.train import replace_folder
 from jaxspec.core.schedule import Constant
 from jaxspec.heads.network import init_params
 
@@ -71,7 +71,7 @@ def test_it_fits_a_narrow_terminal(call, heads, monkeypatch):
 def test_what_config_says_differently(call, heads):
     status, out, _ = call("inspect", heads)
     assert status == 0
-    assert "config.json says medusa_num_heads 9, the tensors 2" in out
+    assert "config.json says medusa_num_heads 9, but the tensors say 2" in out
     assert "some/model\\x1b" in out
     assert json.loads(call("inspect", heads / "medusa_lm_head.safetensors", "--json")[1])["heads"]["num_layers"] == 1
 
@@ -213,9 +213,9 @@ def test_benchmark_of_heads(call, target, heads, tmp_path):
     assert "medusa:2" in out
     assert "eagle:1" in out
     status, _, err = call(*words, "--heads", heads)
-    assert (status, "a second source of heads for medusa" in err) == (2, True)
+    assert (status, "other heads for medusa are given" in err) == (2, True)
     status, _, err = call(*words, "--heads", eagle, "--drafters", "medusa:2")
-    assert (status, "heads for eagle, which is not in --drafters" in err) == (2, True)
+    assert (status, "heads are for eagle, which is not in --drafters" in err) == (2, True)
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_dspark_head(call, target, tmp_path):
     assert status == 0, err
     assert "dflash:2x1" in out
     status, _, err = call("export", place, "--layout", "dflash", "--out", tmp_path / "out")
-    assert (status, "no place for the heads of DSpark" in err) == (1, True)
+    assert (status, "cannot hold the Markov head and the confidence head of DSpark" in err) == (1, True)
     assert call("export", place, "--out", tmp_path / "out")[0] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["speculators_model_type"] == "dspark"
 
@@ -309,7 +309,7 @@ def test_an_earlier_folder_stays_until_the_new_one_is_whole(tmp_path):
     folder = tmp_path / "heads"
 
     def write(text):
-        with replacing(folder) as part:
+        with replace_folder(folder) as part:
             part.mkdir()
             (part / text).write_text(text)
             if text == "broken":

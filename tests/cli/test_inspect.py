@@ -184,7 +184,7 @@ def test_a_file_that_is_cut_short(inspect, tmp_path):
     [
         ({"tokenizer.ggml.pre": "unheard-of"}, [], "tokenizer.ggml.pre"),
         ({"tokenizer.chat_template": "{% for"}, [], "chat template"),
-        ({}, ["--length", 129], "--length 129 is more than the context, 128"),
+        ({}, ["--length", 129], "--length 129 is more than the context of 128"),
     ],
 )
 def test_what_opens_and_is_refused_later(inspect, tmp_path, changes, words, said):

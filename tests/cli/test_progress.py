@@ -15,12 +15,12 @@ pytestmark = pytest.mark.quick
 
 def test_a_bar_is_a_few_lines(capsys):
     """However often it is called, and whatever it leaps over."""
-    with show.Bar("decoding", parts=show.PARTS) as bar:
+    with show.Bar("decoding", parts=show.PROGRESS_LINES) as bar:
         for done in (*range(1000), 999, 1000, 1000):
             bar(done, 1000)
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["decoding ...", *(f"decoding: {done} of 1000" for done in (250, 500, 750, 1000))]
-    with show.Bar("decoding", parts=show.PARTS) as bar:
+    with show.Bar("decoding", parts=show.PROGRESS_LINES) as bar:
         for done in (3, 90, 95, 100):
             bar(done, 100)
     assert capsys.readouterr().err.splitlines() == ["decoding ...", "decoding: 90 of 100", "decoding: 100 of 100"]
@@ -33,7 +33,7 @@ def test_a_bar_speaks_in_a_long_step(capsys, monkeypatch):
     """However little is done after half a minute; a bar that is quick says nothing more."""
     now = [100.0]
     monkeypatch.setattr(show.time, "monotonic", lambda: now[0])
-    with show.Bar("measuring trees", parts=show.PARTS) as bar:
+    with show.Bar("measuring trees", parts=show.PROGRESS_LINES) as bar:
         for done, at in ((1, 101), (2, 131), (3, 132), (4, 150), (5, 162), (25, 163)):
             now[0] = float(at)
             bar(done, 100)
@@ -46,7 +46,7 @@ def test_a_bar_speaks_in_a_long_step(capsys, monkeypatch):
 def test_the_summary_cannot_be_misread(accepted, drafted):
     """A share would not say of what: of drafted tokens or of tested ones."""
     stats = Stats(rounds=3, drafted=drafted, tested=2, accepted=min(accepted, drafted), committed=4)
-    said = show.summary(Timing(decode_s=2.0, tokens=4), stats)
+    said = show.format_summary(Timing(decode_s=2.0, tokens=4), stats)
     assert "%" not in said
     assert "4 tokens, 2.0 tokens/s of decoding alone, 1.33 tokens per round, " in said
     tokens = f"{stats.accepted} of {drafted} drafted token{'s' * (drafted != 1)} accepted"
@@ -54,7 +54,10 @@ def test_the_summary_cannot_be_misread(accepted, drafted):
 
 
 def test_nothing_that_was_there_has_a_speed():
-    assert show.summary(Timing(), Stats(rounds=9, committed=26)) == "26 tokens, nothing decoded by this command"
+    assert (
+        show.format_summary(Timing(), Stats(rounds=9, committed=26))
+        == "26 tokens, all from earlier; this command decoded nothing"
+    )
 
 
 def test_training_is_a_few_lines(tmp_path, capsys):
@@ -84,7 +87,7 @@ def test_training_is_a_few_lines(tmp_path, capsys):
 
 def test_a_line_is_passed_once():
     lines = []
-    say = show.once(lines.append)
+    say = show.skip_repeats(lines.append)
     for line in "aabab":
         say(line)
     assert lines == ["a", "b"]

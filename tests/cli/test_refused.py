@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 def refused(folder, capsys, monkeypatch):
     """Runs a command in that folder, checks that it is refused before a weight is read, and returns the line."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(show, "load", lambda *_, **__: pytest.fail("the weights are loaded"))
+    monkeypatch.setattr(show, "load_model", lambda *_, **__: pytest.fail("the weights are loaded"))
 
     def call(command, *words, plain=True):
         needed = {
@@ -68,7 +68,7 @@ BAD_SETTINGS = {
     "--top-p": {"95": "did you mean 0.95?", "0": "above 0", "-0.1": "above 0", "nan": "above 0", "x": "a number"},
     "--min-p": {"-0.1": "between 0 and 1", "5": "did you mean 0.05?", "nan": "between 0 and 1", "": "a number"},
     "--top-k": {"-1": "from 0", "1.5": "from 0", "99999999999": "from 0 to 2147483647"},
-    "--max-new-tokens": {"0": "from 1", "-5": "from 1", "4096": "the model's context is 4096", "9" * 30: "from 1"},
+    "--max-new-tokens": {"0": "from 1", "-5": "from 1", "4096": "model's context of 4096", "9" * 30: "from 1"},
 }
 
 
@@ -102,8 +102,8 @@ def test_settings(refused, command, option):
             "--rule block with --tree 4x2x1",
         ),
         ("generate", ["--rule", "block", "--drafter", "early-exit", "--tree", "2x2"], "--rule block with --tree 2x2"),
-        ("generate", ["--draft-length", "0"], "--draft-length 0: prompt-lookup drafts at least one token"),
-        ("generate", ["--draft-length", "0", "--drafter", "early-exit"], "for plain decoding, give --drafter none"),
+        ("generate", ["--draft-length", "0"], "--draft-length 0: the drafter prompt-lookup drafts at least"),
+        ("generate", ["--draft-length", "0", "--drafter", "early-exit"], "for plain decoding, use --drafter none"),
         ("generate", ["--tree", "4x2x1"], "give --draft-length, or --tree dynamic-BEAMxDEPTH-NODES"),
         ("generate", ["--tree", "dynamic-4x2-12"], "nodes must be at most 9"),
         ("generate", ["--tree", "40x2", "--drafter", "recycling"], "recycling knows"),
@@ -113,7 +113,7 @@ def test_settings(refused, command, option):
         ("bench", ["--drafters", "prompt-lookup,prompt-lookup"], "prompt-lookup is named twice"),
         ("bench", ["--drafters", "early-exit:0"], "drafts at least one token"),
         ("bench", ["--drafters", "recycling:4,2"], "did you mean 4x2?"),
-        ("bench", ["--draft-dtype", "int8"], "--draft-dtype is for the draft model"),
+        ("bench", ["--draft-dtype", "int8"], "--draft-dtype needs a draft model"),
         ("bench", ["--tasks", "mt-bnech"], "Did you mean 'mt-bench'?"),
         ("bench", ["--tasks", "nothing.jsonl"], "nothing.jsonl"),
         ("bench", ["--temperature", "0,-1"], "at least 0"),

@@ -12,8 +12,8 @@ from helpers.checkpoints import VOCABULARY, random_params, tiny_config, write_gg
 from jaxspec.bench import report
 from jaxspec.bench.table import Table
 from jaxspec.cli import main, show
-from jaxspec.cli.acceptance import as_table
-from jaxspec.cli.tune import table as tune_table
+from jaxspec.cli.acceptance import acceptance_table
+from jaxspec.cli.tune import format_table as tune_table
 from jaxspec.tuning import acceptance
 
 pytestmark = pytest.mark.quick
@@ -58,13 +58,13 @@ def test_bench(capsys):
     run = long_names(compile_s={"none": 1.0, "model:0-0-0-0,0-1,1-0,2@adaptive": 20.0})
     rows = run.rows + tuple(dataclasses.replace(r, method=next(iter(peers))) for r in run.rows if r.method == "none")
     beside = dataclasses.replace(run, peers=peers, rows=rows, methods=(*run.methods, *peers))
-    tables = [report.overall(run), report.by_group(run), report.against_peers(beside)]
+    tables = [report.overall_table(run), report.group_table(run), report.peer_table(beside)]
     for table in tables:
         shown = printed(capsys, table)
         assert fits(shown)
         assert whole(shown, table)
-    assert fits(printed(capsys, report.other_times(run)))
-    assert "transformers 5.23.0, torch 2.13.0" in report.versions(beside)
+    assert fits(printed(capsys, report.format_other_times(run)))
+    assert "transformers 5.23.0, torch 2.13.0" in report.format_versions(beside)
 
 
 def test_columns_that_do_not_fit_follow_beside_the_same_labels(capsys, monkeypatch):
@@ -83,7 +83,7 @@ def test_acceptance(capsys):
         acceptance.Figure(rule, k, acceptance=0.98765, low=0.91234, high=0.99999, optimum=0.99123)
         for rule in ("coupled", "deterministic") for k in (1, 16)
     ]  # fmt: skip
-    table = as_table(figures, "temperature 0.8, top-k 0, top-p 0.95, min-p 0: 12345 positions of 123 texts")
+    table = acceptance_table(figures, "temperature 0.8, top-k 0, top-p 0.95, min-p 0: 12345 positions of 123 texts")
     shown = printed(capsys, table)
     assert fits(shown)
     assert whole(shown, table)
@@ -118,7 +118,7 @@ sha256 of the parameters: `0123456789abcdef0123456789abcdef0123456789abcdef01234
 
 
 def test_the_card_of_trained_heads(capsys):
-    show.card(CARD)
+    show.print_card(CARD)
     shown = capsys.readouterr().out
     assert fits(re.sub(r"`[0-9a-f]{64}`", "", shown))  # a hash is left whole, to be copied
     assert re.search(r"^`[0-9a-f]{64}`\.$", shown, re.MULTILINE)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxspec.cli.demo import as_command
-from jaxspec.cli.takeaway import Speed, best, takeaway
+from jaxspec.cli.demo import wrap_command
+from jaxspec.cli.takeaway import Speed, explain_speeds, find_fastest
 
 pytestmark = pytest.mark.quick
 
@@ -16,7 +16,7 @@ def speed(times: float, tokens: float) -> Speed:
 
 
 def said(platform: str = "cpu", **drafters: Speed) -> list[str]:
-    return list(takeaway({"repeating code": {"none": PLAIN, **drafters}}, platform))
+    return list(explain_speeds({"repeating code": {"none": PLAIN, **drafters}}, platform))
 
 
 def test_where_it_pays_it_says_by_how_much_and_with_which_drafter():
@@ -48,12 +48,12 @@ def test_where_it_does_not_pay_it_says_so_and_why():
 
 
 def test_the_best_is_never_plain_decoding():
-    assert best({"none": PLAIN, "a": speed(0.5, 1), "b": speed(0.7, 1)}) == "b"
+    assert find_fastest({"none": PLAIN, "a": speed(0.5, 1), "b": speed(0.7, 1)}) == "b"
 
 
 def test_a_long_command_is_one_for_a_shell():
     words = ["jaxspec", "generate", "--drafter model", "--draft-model smollm2-135m-instruct", '"Write a haiku."']
-    lines = as_command(words, 44)
+    lines = wrap_command(words, 44)
     assert max(map(len, lines)) <= 44
     assert all(line.endswith(" \\") for line in lines[:-1])
     assert " ".join(line.removesuffix("\\").strip() for line in lines) == " ".join(words)

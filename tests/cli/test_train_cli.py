@@ -83,7 +83,7 @@ def test_the_help_without_a_kind_lists_what_all_kinds_share(capsys):
     assert all(option(shown, field.name) for field in dataclasses.fields(TrainSettings))
     assert not any(option(shown, field) for field in FIELDS)
     assert "settings of" not in shown.replace("lists the settings of a kind", "")
-    assert option(shown, "learning_rate").endswith("(default: that of the kind)")
+    assert option(shown, "learning_rate").endswith("(default: depends on the kind)")
     assert "'jaxspec train KIND --help' lists the settings of a kind as well: medusa, eagle1" in shown
 
 
@@ -94,7 +94,7 @@ def unloadable(monkeypatch):
     def load(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(show, "load", load)
+    monkeypatch.setattr(show, "load_model", load)
 
 
 @pytest.mark.usefixtures("unloadable")
@@ -113,7 +113,7 @@ def test_what_needs_no_target_is_refused_before_one_is_loaded(tmp_path, capsys):
         (prompts, ["--dtype", "file"], "--dtype file: the blocks of a GGUF file have no gradients"),
         (prompts, ["--out", tmp_path / "file"], "--out"),
         (prompts, ["--data", tmp_path / "file"], "--data"),
-        (prompts, ["--devices", more, "--batch", more], f"{more} devices requested"),
+        (prompts, ["--devices", more, "--batch", more], f"devices is {more}, but JAX has"),
         (prompts, ["--start", tmp_path / "nothing"], "nothing"),
         (prompts, ["--start", tmp_path / "file"], "file"),
     ]
@@ -139,8 +139,9 @@ def test_heads_to_start_from_name_the_size_they_have(tmp_path, inputs, given):
     if inputs == given:
         assert instance(MedusaTrainee, kind.trainee(target, heads)).config == config
         return
-    with pytest.raises(InvalidConfig, match=f"leave out inputs .--inputs.: the heads to start from have inputs "
-                       f"'{inputs}', got '{given}'"):  # fmt: skip
+    with pytest.raises(
+        InvalidConfig, match=f"inputs .--inputs. is '{given}', but the heads to start from have '{inputs}'"
+    ):
         kind.trainee(target, heads)
 
 
@@ -199,6 +200,6 @@ def test_a_finished_run_names_the_way_to_train_on(tmp_path, capsys):
     capsys.readouterr()
     assert main([*words, "--answer-tokens", "4", "--steps", "2", "--row-tokens", "64"]) == 1
     error = capsys.readouterr().err
-    assert "holds a run made with --steps 1, now 2: go on with those, or name another folder (--out)" in error
-    assert f"and train on from this result with --start {out / 'heads'}" in error
+    assert "holds a run made with --steps 1, now 2: use the same values, or another folder (--out)" in error
+    assert f"to continue the training of this result there, add --start {out / 'heads'}" in error
     assert json.loads((out / "settings.json").read_text())["steps"] == 1

@@ -440,7 +440,7 @@ class Keeper:
 
 sys.modules["keepers"] = types.ModuleType("keepers")
 sys.modules["keepers"].Keeper = Keeper
-serve.KINDS = {{"template": ("keepers", "Keeper")}}
+serve.OBJECT_KINDS = {{"template": ("keepers", "Keeper")}}
 serve.main()
 """
 

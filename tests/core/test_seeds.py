@@ -10,7 +10,7 @@ import pytest
 from helpers.narrow import not_none
 from jaxspec.cli import acceptance as acceptance_command
 from jaxspec.cli import bench, generate, tune
-from jaxspec.cli.options import Parser, UsageError, read_options, whole
+from jaxspec.cli.options import Parser, UsageError, read_options, whole_type
 from jaxspec.core.noise import seed_key
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
@@ -88,7 +88,7 @@ def test_every_whole_number_of_the_command_line_has_a_limit_that_is_named():
     for _ in range(100):
         least = int(rng.integers(0, 3))
         most = int(rng.choice([9, 1024, 2**31 - 1, 2**64 - 1]))
-        check = whole(least, most)
+        check = whole_type(least, most)
         assert check(str(most)) == most
         assert check(f"{least:030d}") == least
         for wrong in (most + 1, most * 10**25):

@@ -28,7 +28,7 @@ from jaxspec.drafters.none import NoDraft
 from jaxspec.errors import InvalidConfig, MissingDraft, ShapeMismatch
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.network import DraftHeads, flatten, init_params, module
+from jaxspec.heads.network import DraftHeads, flatten, init_params, make_network
 from jaxspec.kernels import library
 from jaxspec.models.execution import Execution
 from jaxspec.models.packed import pack_params
@@ -328,7 +328,7 @@ def fresh_pass(drafter: DFlash, params, texts):
     mask = jnp.broadcast_to(jnp.tri(size, dtype=bool), (batch, size, size))
     places = jnp.broadcast_to(jnp.arange(size), (batch, size))
     features, _ = target.apply(PARAMS, Window(texts, places, mask), target.init_cache(batch, 0))
-    head = module(drafter.config, params)
+    head = make_network(drafter.config, params)
     return head.remember(head.fuse(features), places, jnp.float32)
 
 
@@ -371,7 +371,7 @@ def test_the_kernels_compute_the_same(name):
 
     @functools.partial(jax.jit, static_argnums=1)
     def compute(params, kernels):
-        head = module(config, params, Execution(kernels=kernels))
+        head = make_network(config, params, Execution(kernels=kernels))
         states = head(words, places, state.cache)
         parts = [states, *head.remember(head.fuse(jnp.asarray(features)), text, jnp.float32)]
         if config.selector_rank:
@@ -455,7 +455,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(MissingDraft, match="needs DFlash or DSpark heads"):
         say()
     eagle = DraftHeads(EagleConfig(ONE), {}, name="some")
-    with pytest.raises(InvalidConfig, match=r"'dflash' cannot use 'some', an EAGLE-3 head of 1 layer.*'eagle'"):
+    with pytest.raises(InvalidConfig, match=r"'dflash' cannot use 'some' .an EAGLE-3 head of 1 layer.*'eagle'"):
         say(heads=eagle)
     with pytest.raises(InvalidConfig, match=r"'eagle' cannot use .*a DFlash head of 2 layers, blocks of 5.*'dflash'"):
         jaxspec.generate(MODEL, [[1]], drafter="eagle", heads=heads("dflash"))
@@ -485,11 +485,11 @@ def test_what_does_not_fit_is_refused():
         ({"taps": ()}, "at least one tap"),
         ({"taps": (0, 1)}, "taps must be whole numbers from 1"),
         ({"markov": "gru", "markov_rank": 4}, "markov must be one of vanilla, gated, rnn"),
-        ({"markov": "rnn"}, "a head with markov 'rnn' cannot have markov_rank 0"),
+        ({"markov": "rnn"}, "set both markov and markov_rank, or neither; got 'rnn' and 0"),
         ({"confidence": True, "confidence_reads_token": True}, "needs a confidence head and a Markov head"),
-        ({"conv_size": 2}, "cannot have convolutions of 2 rows and groups of 0"),
-        ({"conv_size": 2, "conv_group": 24}, "a head of width 64 cannot have convolutions of 2 rows and groups of 24"),
-        ({"selector_rank": 4}, "a selector of rank 4 cannot choose of 0 tokens"),
+        ({"conv_size": 2}, "conv_size 2 and conv_group 0 must both be"),
+        ({"conv_size": 2, "conv_group": 24}, "conv_group must divide the width 64"),
+        ({"selector_rank": 4}, "selector_rank 4 and selector_top 0 must both be"),
         ({"selector_rank": 4, "selector_top": 4, "confidence": True}, "with a selector has no Markov head, confidence"),
         ({"target_size": 128}, "needs an embedding and a projection of its own"),
         ({"decoder": None}, "decoder must be a ModelConfig"),

@@ -12,7 +12,7 @@ from helpers.dflash_golden import CASES, ROOTS, inputs
 from helpers.dflash_heads import E
 from helpers.paths import GOLDEN_DIR
 from jaxspec.core import cache as caches
-from jaxspec.heads.network import init_cache, module
+from jaxspec.heads.network import init_cache, make_network
 from jaxspec.models.layers import look_up, matmul
 
 GOLDEN = json.loads((GOLDEN_DIR / "dflash.json").read_text())["cases"]
@@ -22,7 +22,7 @@ GOLDEN = json.loads((GOLDEN_DIR / "dflash.json").read_text())["cases"]
 def test_contexts_states_logits_and_certainties(name, tmp_path):
     """Of a block after a text, and of another after further text, with the keys and values of the first kept."""
     heads = jaxspec.load_heads(CASES[name].write(tmp_path))
-    config, head = heads.config, module(heads.config, heads.params)
+    config, head = heads.config, make_network(heads.config, heads.params)
     taps, tokens, embed, project = map(jnp.asarray, inputs(name))
     if config.own_embedding:
         embed, project = heads.params["embed"], heads.params["head"]

@@ -19,7 +19,7 @@ from jaxspec.core.records import Advance, Context, Window
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import Dynamic
 from jaxspec.drafters.eagle import Eagle
-from jaxspec.heads.network import init_cache, module
+from jaxspec.heads.network import init_cache, make_network
 
 GOLDEN = json.loads((GOLDEN_DIR / "eagle.json").read_text())["cases"]
 
@@ -49,7 +49,7 @@ def test_states_and_logits(loaded, name):
     read, tokens = features(name)
     size = read.shape[1]
     window = Window(jnp.asarray(tokens[:, 1:]), jnp.arange(size)[None], jnp.asarray(np.tri(size, dtype=bool)[None]))
-    head = module(heads.config, heads.params)
+    head = make_network(heads.config, heads.params)
     cache = init_cache(heads.config, 1, 0, "float32")
     states, _ = head(head.fuse(jnp.asarray(read)), model.params["embed"][window.tokens], window, cache)
     np.testing.assert_allclose(states[0], GOLDEN[name]["states"], atol=1e-5)

@@ -17,7 +17,7 @@ from helpers.checkpoints import VOCABULARY, random_params, tiny_config, write_by
 from helpers.medusa_files import write_torch
 from helpers.tiers import with_slow
 from helpers.toys import RAGGED
-from jaxspec.bench.run import buildable
+from jaxspec.bench.run import find_buildable
 from jaxspec.checkpoints.pard2 import Pard2, parse_pard2
 from jaxspec.checkpoints.saved import MANIFEST
 from jaxspec.cli import main
@@ -282,8 +282,8 @@ def test_a_folder_of_pard_is_loaded_saved_and_inspected(folders, tmp_path, capsy
     assert json.loads(capsys.readouterr().out)["pard_token"] == 261
     assert main(["inspect", str(folders[0]), "--json"]) == 0
     assert "pard_token" not in json.loads(capsys.readouterr().out)
-    assert {"model", "pard"} <= {method.label for method in buildable(target, draft)}
-    assert "pard" not in [method.label for method in buildable(target, target)]
+    assert {"model", "pard"} <= {method.label for method in find_buildable(target, draft)}
+    assert "pard" not in [method.label for method in find_buildable(target, target)]
 
 
 @pytest.mark.parametrize("token", [96, -1, "5", True])

@@ -40,7 +40,7 @@ def preset(tmp_path, monkeypatch):
     monkeypatch.setitem(PRESETS, "large", Preset("large", "o/large", 1, "MIT", draft="small"))
     monkeypatch.setitem(PRESETS, "small", Preset("small", "o/small", 1, "MIT"))
     monkeypatch.setattr(presets, "fetch_preset", lambda name, **_: places[name])
-    monkeypatch.setattr(find, "SHIPPED", tmp_path)
+    monkeypatch.setattr(find, "SHIPPED_FOLDER", tmp_path)
     config = jaxspec.HeadsConfig(large.hidden_size, large.vocab_size, 3)
     jaxspec.save_heads(jaxspec.DraftHeads(config, init_params(config)), tmp_path / "large" / "medusa")
     loaded = []
@@ -62,7 +62,7 @@ def test_a_preset_s_heads_and_draft_are_found_and_loaded_once(preset, dtype):
     target = jaxspec.load("large", dtype=dtype)
     assert target.preset == "large"
     builds = [(Drafting("medusa").build(target)[0], *Drafting("model").build(target)) for _ in range(2)]
-    assert preset == [("load_heads", find.SHIPPED / "large" / "medusa"), ("load", "small")]
+    assert preset == [("load_heads", find.SHIPPED_FOLDER / "large" / "medusa"), ("load", "small")]
     heads, draft, weights = builds[-1]
     assert instance(Medusa, heads.drafter).config.num_heads == 3
     model = instance(TransformerLM, instance(ModelDraft, draft.drafter).model)

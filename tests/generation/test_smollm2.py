@@ -11,7 +11,7 @@ import pytest
 
 import jaxspec
 from helpers.paths import GOLDEN_DIR
-from jaxspec.bench.run import buildable
+from jaxspec.bench.run import find_buildable
 from jaxspec.checkpoints.source import open_source
 from jaxspec.testing import tie_gap
 
@@ -113,4 +113,4 @@ def test_a_preset_that_was_opened_first_is_still_the_preset(smollm2_path):
     model = jaxspec.load(open_source("smollm2-135m-instruct"), dtype="int8")
     assert model.preset == "smollm2-135m-instruct"
     heads = {name: jaxspec.load_heads(f"{model.preset}/{name}") for name in ("medusa", "eagle")}
-    assert {"medusa", "eagle"} <= {method.drafting.drafter for method in buildable(model, None, heads)}
+    assert {"medusa", "eagle"} <= {method.drafting.drafter for method in find_buildable(model, None, heads)}

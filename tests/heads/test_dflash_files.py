@@ -108,7 +108,7 @@ def test_exported_settings(tmp_path):
     assert told["speculators_config"]["algorithm"] == told["speculators_model_type"] == "dflash"
     assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     default = DraftHeads(dataclasses.replace(heads.config, taps=None), heads.params)
-    with pytest.raises(InvalidConfig, match="default ones of its target; give the target"):
+    with pytest.raises(InvalidConfig, match="default taps of its target; give the target"):
         export_heads(default, tmp_path / "c")
 
 
@@ -124,30 +124,30 @@ ODD = {
         r"tensors missing: layers\.0\.attention_conv\.kernel_projection",
     ),
     "half a selector": (ZLAB.changed({"candidate_selector.successor_codebook": SQUARE}), "not expected: candidate_sel"),
-    "other convolutions": (second(conv_group_size=16), "says conv_group_size 16, the tensors 8"),
+    "other convolutions": (second(conv_group_size=16), "says conv_group_size 16, but the tensors say 8"),
     "a selector of no size": (second(selector_top_k=None), "selector_top_k is None, expected a whole number"),
-    "convolutions unsaid": (zlab(conv_kernel_size=2), "says conv_kernel_size 2, the tensors 0"),
+    "convolutions unsaid": (zlab(conv_kernel_size=2), "says conv_kernel_size 2, but the tensors say 0"),
     "odd kernels": (second().changed({f"{CONV}base_kernel": np.ones((3, 2, 32), np.float32)}), "expected .2, rows, 32"),
-    "Domino": (ZLAB.changed({"prefix_gru.weight_hh_l0": SQUARE}), "not understood, without which it drafts badly"),
+    "Domino": (ZLAB.changed({"prefix_gru.weight_hh_l0": SQUARE}), "does not know, and drafts badly without them"),
     "many": (ZLAB.changed(dict.fromkeys("abcde", SQUARE)), ": a, b, c and 2 more"),
-    "a mask of its own": (ZLAB.changed({"mask_embedding": np.ones(32, np.float32)}), "not understood.*mask_embedding"),
+    "a mask of its own": (ZLAB.changed({"mask_embedding": np.ones(32, np.float32)}), "does not know.*mask_embedding"),
     "a kind of speculators": (SPEC.changed(told={"speculators_model_type": "dflash2"}), "'dflash2', expected dflash"),
-    "a factor": (zlab(output_multiplier=2.0), "says output_multiplier 2.0, which is not understood"),
-    "a cap": (zlab(final_logit_softcapping=30.0), "says final_logit_softcapping 30.0, which is not understood"),
-    "windows by another name": (zlab(use_swa=True), "says use_swa True, which is not understood"),
+    "a factor": (zlab(output_multiplier=2.0), "says output_multiplier 2.0, which is not supported"),
+    "a cap": (zlab(final_logit_softcapping=30.0), "says final_logit_softcapping 30.0, which is not supported"),
+    "windows by another name": (zlab(use_swa=True), "says use_swa True, which is not supported"),
     "no block size": (ZLAB.changed(told={"block_size": None}), "block_size is None, expected a whole number"),
     "a block of one": (ZLAB.changed(told={"block_size": 1}), "block_size must be a whole number from 2"),
     "no mask": (SPEC.changed(told={"mask_token_id": None}), "mask_token_id is None"),
     "a mask beyond the end": (zlab(mask_token_id=V), "mask_token must be a whole number from 0 to 47"),
-    "no rotary base": (ZLAB.changed(told={"rope_theta": None}), "does not say rope_theta"),
+    "no rotary base": (ZLAB.changed(told={"rope_theta": None}), "does not state rope_theta"),
     "taps of another number": (zlab(target_layer_ids=[1, 4]), "expected 3 layers in ascending order"),
     "taps out of order": (zlab(target_layer_ids=[4, 1, 8]), "expected 3 layers in ascending order"),
     "the embedding tapped": (SPARK.changed(told={TAPS: [-1, 4, 8]}), "names the target's embedding"),
     "the embedding of speculators": (
         SPEC.changed(told={"aux_hidden_state_layer_ids": [0, 4, 8]}), "names the target's embedding",
     ),
-    "no taps": (SPEC.changed(told={"aux_hidden_state_layer_ids": None}), "write aux_hidden_state_layer_ids"),
-    "too many taps to guess": (zlab(target_layer_ids=None), "reads 3 layers of the target.*write target_layer_ids"),
+    "no taps": (SPEC.changed(told={"aux_hidden_state_layer_ids": None}), "add aux_hidden_state_layer_ids"),
+    "too many taps to guess": (zlab(target_layer_ids=None), "reads 3 layers of the target.*add target_layer_ids"),
     "layers of another type": (
         ZLAB.changed(told={"layer_types": ["full_attention", "linear_attention"]}), "layer_types is .*expected full",
     ),
@@ -156,21 +156,21 @@ ODD = {
         SPEC.changed(told={"transformer_layer_config": LAYER | {"sliding_window": None}}), "sliding_window is None",
     ),
     "windows of no layer": (
-        ZLAB.changed(told={"layer_types": None, "use_sliding_window": True}), "use_sliding_window, and no layer_types",
+        ZLAB.changed(told={"layer_types": None, "use_sliding_window": True}), "but has no layer_types",
     ),
-    "another rank": (SPARK.changed(told={"markov_rank": 8}), "says markov_rank 8, the tensors 6"),
-    "another kind": (SPARK.changed(told={"markov_head_type": "rnn"}), "says markov_head_type 'rnn', the tensors 'van"),
-    "no Markov head": (deepspec().changed(told={"markov_rank": 6}), "says markov_rank 6, the tensors 0"),
+    "another rank": (SPARK.changed(told={"markov_rank": 8}), "says markov_rank 8, but the tensors say 6"),
+    "another kind": (SPARK.changed(told={"markov_head_type": "rnn"}), "'rnn', but the tensors say 'van"),
+    "no Markov head": (deepspec().changed(told={"markov_rank": 6}), "says markov_rank 6, but the tensors say 0"),
     "a confidence head unsaid": (
         deepspec("vanilla", 32).changed(told={"enable_confidence_head": False}), "enable_confidence_head False",
     ),
     "a reading unsaid": (
-        zlab().changed({key: a for key, a in SPARK.held.items() if "markov" in key}), "does not say sample_from_anchor",
+        zlab().changed({key: a for key, a in SPARK.held.items() if "markov" in key}), "sample_from_anchor; add it",
     ),
     "a switch of another type": (SPEC.changed(told={"sample_from_anchor": "yes"}), "sample_from_anchor is 'yes'"),
-    "no map": (SPEC.changed({"d2t": None, "t2d": None}), "does not say which: it has no d2t"),
-    "no vocabulary": (ZLAB.changed(told={"vocab_size": None}), "does not say vocab_size"),
-    "no whole states": (ZLAB.changed({"fc.weight": np.ones((32, 90), np.float32)}), "not a multiple of the width 32"),
+    "no map": (SPEC.changed({"d2t": None, "t2d": None}), "does not state which: the tensor d2t is missing"),
+    "no vocabulary": (ZLAB.changed(told={"vocab_size": None}), "does not state vocab_size"),
+    "no whole states": (ZLAB.changed({"fc.weight": np.ones((32, 90), np.float32)}), "a multiple of the width 32"),
     "a layer missing": (ZLAB.changed({"layers.1.mlp.up_proj.weight": None}), r"missing: layers\.1\.mlp\.up_proj"),
 }  # fmt: skip
 
@@ -188,9 +188,14 @@ def test_every_tensor(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "changes", "layout", "said"),
     [
-        ("DSpark", {}, "dflash", "no place for the heads of DSpark; these can be exported to dflash-speculators"),
+        (
+            "DSpark",
+            {},
+            "dflash",
+            "confidence head of DSpark; use the layout dflash-speculators",
+        ),
         ("DeepSpec's DFlash", {}, "dflash", "the first row of a block does not predict a token"),
-        ("speculators", {}, "dflash", "shares the target's embedding and projection, this head has its own"),
+        ("speculators", {}, "dflash", "shares the target's embedding and projection, but this head has its own"),
         ("z-lab", {"causal": (True, False)}, "dflash", "causal blocks in all layers or in none"),
         ("z-lab", {"causal": (True, True)}, "dflash-speculators", "causal blocks in all layers with sliding windows"),
         ("z-lab", {"taps": (9, 5, 2)}, "dflash", "taps in ascending order"),
@@ -198,10 +203,10 @@ def test_every_tensor(tmp_path, name):
             "z-lab",
             {},
             "eagle3",
-            "the layout eagle3 is for EAGLE heads; these can be exported to dflash and dflash-spec",
+            "the layout eagle3 is for EAGLE heads; use the layout dflash or dflash-spec",
         ),
         ("z-lab", {}, "v0.1", "the layout v0.1 is for Medusa heads"),
-        ("z-lab, DFlash 2", {}, "dflash-speculators", "no place for the convolutions or the selector of this DFlash 2"),
+        ("z-lab, DFlash 2", {}, "dflash-speculators", "cannot hold the convolutions or the selector of this DFlash 2"),
     ],
 )
 def test_what_a_layout_cannot_hold(tmp_path, name, changes, layout, said):
@@ -210,7 +215,7 @@ def test_what_a_layout_cannot_hold(tmp_path, name, changes, layout, said):
     with pytest.raises(InvalidConfig, match=said):
         export_heads(heads, tmp_path / "out", layout)
     medusa = jaxspec.HeadsConfig(32, 48, 2)
-    with pytest.raises(InvalidConfig, match=r"is for DFlash or DSpark heads; these can be exported to v0\.1"):
+    with pytest.raises(InvalidConfig, match=r"is for DFlash or DSpark heads; use the layout v0\.1"):
         export_heads(DraftHeads(medusa, {}), tmp_path / "out", "dflash")
 
 

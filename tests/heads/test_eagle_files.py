@@ -150,12 +150,12 @@ def test_other_names_and_pickles(tmp_path):
     ("file", "word"),
     [
         (reference("eagle3").changed(told={"rope_theta": None}), "has no rope_theta; 10000 is used"),
-        (reference("eagle3").changed(told={"num_hidden_layers": 40}), "num_hidden_layers 40, the tensors 1"),
-        (reference("eagle3").changed(told={"head_dim": 80}), "head_dim 80, the tensors 8"),
-        (reference("eagle3").changed(told={"draft_vocab_size": 32000}), "draft_vocab_size 32000, the tensors 20"),
+        (reference("eagle3").changed(told={"num_hidden_layers": 40}), "num_hidden_layers 40, but the tensors say 1"),
+        (reference("eagle3").changed(told={"head_dim": 80}), "head_dim 80, but the tensors say 8"),
+        (reference("eagle3").changed(told={"draft_vocab_size": 32000}), "32000, but the tensors say 20"),
         (reference("eagle3").changed(told={"tie_word_embeddings": True}), "ties the projection to the embedding"),
-        (specforge(norm_output=False, **{IDS: [3, 7, 8]}), r"set the option taps of the drafter to [4, 8, 9]"),
-        (specforge(), "heads that SpecForge trained before September 2026"),
+        (specforge(norm_output=False, **{IDS: [3, 7, 8]}), r"set the drafter's option taps to [4, 8, 9]"),
+        (specforge(), "if SpecForge trained this head before September 2026"),
         (reference("eagle1").changed(told={"rope_theta": None, "rope_parameters": {"rope_theta": 7.0}}), None),
     ],
 )  # fmt: skip
@@ -189,40 +189,40 @@ def test_exported_settings(tmp_path):
 SQUARE, LONG = np.ones((32, 32), np.float32), np.arange(20)
 THREE, ONE, SPEC = reference("eagle3"), reference("eagle1"), speculators()
 ODD: dict[str, tuple[File, str]] = {
-    "no map": (THREE.changed({"d2t": None, "t2d": None}), "does not say which: it has no d2t"),
-    "a map of other tokens": (THREE.changed({"t2d": np.arange(48) < 20}), "not to the 20 of t2d"),
+    "no map": (THREE.changed({"d2t": None, "t2d": None}), "does not state which: the tensor d2t is missing"),
+    "a map of other tokens": (THREE.changed({"t2d": np.arange(48) < 20}), "which are the 20 ids of t2d"),
     "a map of too few": (THREE.changed({"d2t": LONG[:19]}), "d2t has 19 entries, expected 20"),
-    "a map that falls": (THREE.changed({"d2t": LONG[::-1].copy()}), "does not lead to 20 ascending ids below 48"),
-    "a map beyond the end": (THREE.changed({"d2t": LONG + 29, "t2d": None}), "does not lead to 20 ascending"),
-    "a map that counts": (THREE.changed({"d2t": LONG, "t2d": None}), "counts 0, 1, 2, .*zeros for the first 20"),
+    "a map that falls": (THREE.changed({"d2t": LONG[::-1].copy()}), "must stand for 20 ascending ids below 48"),
+    "a map beyond the end": (THREE.changed({"d2t": LONG + 29, "t2d": None}), "must stand for 20 ascending"),
+    "a map that counts": (THREE.changed({"d2t": LONG, "t2d": None}), "is 0, 1, 2, .*zeros for the first 20"),
     "a map of floats": (THREE.changed({"d2t": LONG.astype(np.float32)}), "tensor d2t has type F32"),
     "members of another type": (THREE.changed({"t2d": np.zeros(48, np.int64)}), "tensor t2d has type I64"),
     "taps missing": (
         speculators(1, {IDS: None}, **{"fc.weight": np.ones((32, 128), np.float32)}),
-        "reads 4 layers of the target, and config.json does not say which",
+        "reads 4 layers of the target, but config.json does not state which",
     ),
     "taps of another number": (SPEC.changed(told={IDS: [2, 6]}), "expected 3 layers in ascending order"),
     "taps out of order": (SPEC.changed(told={IDS: [6, 2, 9]}), "expected 3 layers in ascending order"),
     "the embedding tapped": (SPEC.changed(told={IDS: [0, 2, 9]}), "names the target's embedding"),
     "taps of no layers": (SPEC.changed(told={IDS: "all"}), "expected a list of layers"),
-    "no whole states": (THREE.changed({"fc.weight": np.ones((32, 90), np.float32)}), "not a multiple of the width 32"),
-    "a switch unsaid": (SPEC.changed(told={"norm_before_residual": None}), "vLLM takes as true and speculators"),
+    "no whole states": (THREE.changed({"fc.weight": np.ones((32, 90), np.float32)}), "a multiple of the width 32"),
+    "a switch unsaid": (SPEC.changed(told={"norm_before_residual": None}), "true in vLLM and false in speculators"),
     "a switch of another type": (SPEC.changed(told={"norm_output": "yes"}), "norm_output is 'yes'"),
-    "a norm that is not there": (THREE.changed(told={"fc_norm": True}), "says fc_norm True, the file lacks"),
-    "a norm that is": (specforge(fc_norm=False), "says fc_norm False, the file has"),
+    "a norm that is not there": (THREE.changed(told={"fc_norm": True}), "says fc_norm True, but the file lacks"),
+    "a norm that is": (specforge(fc_norm=False), "says fc_norm False, but the file has"),
     "both norms": (
         specforge().changed({"input_norm.weight": np.ones(96, np.float32)}), "fc_norm and norm_before_fc cannot both",
     ),
     "one norm too few": (specforge().changed({"fc_norm.1.weight": None}), r"missing: fc_norm\.1\.weight"),
-    "heads that do not divide": (THREE.changed(told={"num_attention_heads": 5, "head_dim": None}), "says 5 num_att"),
-    "no heads": (THREE.changed(told={"num_attention_heads": None, "head_dim": None}), "says None num_attention_heads"),
-    "no whole heads": (THREE.changed(told={"num_attention_heads": 1}), "not multiples of the head width 32"),
+    "heads that do not divide": (THREE.changed(told={"num_attention_heads": 5, "head_dim": None}), "heads is 5"),
+    "no heads": (THREE.changed(told={"num_attention_heads": None, "head_dim": None}), "num_attention_heads is None"),
+    "no whole heads": (THREE.changed(told={"num_attention_heads": 1}), "expected multiples of the head width 32"),
     "an activation": (THREE.changed(told={"hidden_act": "relu"}), "activation 'relu' is not supported"),
     "scaled positions": (THREE.changed(told={"rope_scaling": {"type": "dynamic"}}), "type 'dynamic' are not supported"),
     "sizes of another type": (THREE.changed(told={"max_position_embeddings": "x"}), "max_position_embeddings is 'x'"),
     "layers of another type": (SPEC.changed(told={"transformer_layer_config": [1]}), "is .1., expected an object"),
     "no vocabulary": (
-        ONE.changed({"embed_tokens.weight": None}, {"vocab_size": None}), "does not say vocab_size",
+        ONE.changed({"embed_tokens.weight": None}, {"vocab_size": None}), "does not state vocab_size",
     ),
     "an EAGLE-1 head with a norm": (ONE.changed({"norm.weight": np.ones(32, np.float32)}), r"expected: norm\.weight"),
     "an EAGLE-1 head with taps": (ONE.changed({"fc.weight": np.ones((32, 96), np.float32)}), r"expected \[32, 64\]"),
@@ -231,7 +231,7 @@ ODD: dict[str, tuple[File, str]] = {
         THREE.changed({"midlayer.self_attn.q_proj.weight": None}), r"missing: midlayer\.self_attn\.q_proj\.weight",
     ),
     "the first converter's": (
-        File("", {"fusion_fc.weight": SQUARE, "transformer.mlp.up_proj.weight": SQUARE}, {}), "no tensors of draft",
+        File("", {"fusion_fc.weight": SQUARE, "transformer.mlp.up_proj.weight": SQUARE}, {}), "holds no draft",
     ),
 }  # fmt: skip
 
@@ -253,13 +253,13 @@ def test_every_tensor(tmp_path, name):
         (
             {"norm_before_residual": True},
             "eagle3",
-            "without norm_before_residual; these can be exported to spec",
+            "without norm_before_residual; use the layout spec",
         ),
         ({"taps": (9, 6, 2)}, "speculators", "taps in ascending order"),
         ({"taps": (1, 6, 9)}, "eagle3", r"SGLang reads the taps \(1, 6, 9\)"),
-        ({"fc_bias": True}, "speculators", "no bias of the input projection"),
-        ({}, "eagle1", "is for EAGLE-1 heads, this is an EAGLE-3 head"),
-        ({}, "v0.1", "the layout v0.1 is for Medusa heads; these can be exported to eagle3 and speculators"),
+        ({"fc_bias": True}, "speculators", "cannot hold the bias of the input projection"),
+        ({}, "eagle1", "is for EAGLE-1 heads, but this is an EAGLE-3 head"),
+        ({}, "v0.1", "the layout v0.1 is for Medusa heads; use the layout eagle3 or speculators"),
     ],
 )
 def test_what_a_layout_cannot_hold(tmp_path, changes, layout, said):
@@ -268,7 +268,7 @@ def test_what_a_layout_cannot_hold(tmp_path, changes, layout, said):
     with pytest.raises(InvalidConfig, match=said):
         export_heads(heads, tmp_path / "out", layout)
     medusa = jaxspec.HeadsConfig(32, 48, 2)
-    with pytest.raises(InvalidConfig, match=r"is for EAGLE heads; these can be exported to v0\.1"):
+    with pytest.raises(InvalidConfig, match=r"is for EAGLE heads; use the layout v0\.1"):
         export_heads(jaxspec.DraftHeads(medusa, {}), tmp_path / "out", "eagle3")
 
 

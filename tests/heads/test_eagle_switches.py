@@ -19,7 +19,7 @@ from jaxspec.heads.eagle_layouts import EAGLE
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.headers import open_heads
 from jaxspec.heads.layouts import LAYOUTS
-from jaxspec.heads.network import flatten, init_cache, module
+from jaxspec.heads.network import flatten, init_cache, make_network
 from jaxspec.train import losses
 from jaxspec.train.batch import Batch, FrozenTarget
 from jaxspec.train.eagle import EagleTrainee
@@ -50,7 +50,7 @@ def test_three_steps_after_every_token(tmp_path, name):
     for switch, value in SWITCHES[name].switches.items():
         field = "taps" if "layer_ids" in switch else switch
         assert getattr(heads.config, field) == (tuple(value) if isinstance(value, list) else value)
-    head, params = module(heads.config, heads.params), heads.params
+    head, params = make_network(heads.config, heads.params), heads.params
     taps, tokens = switch_inputs(name, SWITCHES[name])
     size = taps.shape[1]
     nothing = np.zeros((1, size, heads.config.hidden_size), np.float32)
@@ -80,7 +80,7 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     trained = {key: leaf for key, leaf in heads.params.items() if key != "tokens"}
 
     def loss(params):
-        found = losses.sums(jaxspec.Eagle3Settings(), EagleTrainee.of(heads.config, STEPS), params, frozen, batch)
+        found = losses.sum_losses(jaxspec.Eagle3Settings(), EagleTrainee.of(heads.config, STEPS), params, frozen, batch)
         each = 0.8 ** jnp.arange(STEPS) * found.loss / found.counted
         return each.sum(), each
 

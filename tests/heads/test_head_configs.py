@@ -11,8 +11,8 @@ from helpers import dflash_heads, eagle_heads, medusa_files
 from jaxspec.checkpoints import presets
 from jaxspec.cli import main
 from jaxspec.errors import CheckpointError, FetchError, JaxspecError, UnknownName
-from jaxspec.heads.eagle_layouts import LAYER_IDS
-from jaxspec.heads.find import every_shipped, find_heads, named_heads
+from jaxspec.heads.eagle_layouts import LAYER_IDS_KEY
+from jaxspec.heads.find import find_heads, find_named_heads, list_shipped_heads
 from jaxspec.heads.headers import HeadFile, open_heads
 
 pytestmark = pytest.mark.quick
@@ -52,7 +52,7 @@ def test_every_entry_of_every_wrong_type_ends_in_a_line(kind, tmp_path):
     settings = json.loads((place / "config.json").read_text())
     assert isinstance(open_heads(place), HeadFile)
     more = ["speculators_model_type", "rope_scaling", "rope_theta", "head_dim", "hidden_act", "layer_types",
-            "transformer_layer_config", "dflash_config", "eagle_config", LAYER_IDS]  # fmt: skip
+            "transformer_layer_config", "dflash_config", "eagle_config", LAYER_IDS_KEY]  # fmt: skip
     every = dict.fromkeys([*paths(settings), *((key,) for key in more)])
     count, refused = 0, []
     for path in every:
@@ -77,9 +77,9 @@ def test_the_kind_of_speculators_is_named(tmp_path):
 # --- names --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", every_shipped())
+@pytest.mark.parametrize("name", list_shipped_heads())
 def test_every_command_knows_the_heads_that_come_with_jaxspec(name, capsys):
-    place = named_heads(name)
+    place = find_named_heads(name)
     assert find_heads(name) == place
     assert open_heads(name).path == place
     assert main(["inspect", name, "--json"]) == 0
@@ -88,7 +88,7 @@ def test_every_command_knows_the_heads_that_come_with_jaxspec(name, capsys):
 
 def test_heads_of_other_presets_are_listed():
     for name in ("qwen3-8b/medusa", "smollm2-135m-instruct/nothing", "qwen3-8b"):
-        with pytest.raises(CheckpointError, match=f"no heads for the preset {name} come with jaxspec, only .*medusa"):
+        with pytest.raises(CheckpointError, match=f"does not come with heads {name}, only with .*medusa"):
             open_heads(name)
     assert main(["inspect", "qwen3-8b/medusa"]) == 1
 

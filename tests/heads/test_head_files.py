@@ -23,8 +23,8 @@ from jaxspec.heads.find import find_layout
 from jaxspec.heads.headers import open_heads
 from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.medusa_config import HeadsConfig
-from jaxspec.heads.medusa_layouts import WHOLE_MODEL
-from jaxspec.heads.network import DraftHeads, flatten, init_params, module
+from jaxspec.heads.medusa_layouts import WHOLE_MODEL_NOTE
+from jaxspec.heads.network import DraftHeads, flatten, init_params, make_network
 
 pytestmark = pytest.mark.quick
 
@@ -56,7 +56,7 @@ def test_heads_are_those_of_the_file(tmp_path, layout):
         draft_vocab_size=20 if layout == "vllm-reduced" else None,
     )  # fmt: skip
     x = np.random.default_rng(0).normal(size=64)
-    net = module(heads.config, heads.params)
+    net = make_network(heads.config, heads.params)
     for i in range(3):
         features = net.features(i, jnp.asarray(x, jnp.float32)[None, None])
         logits = TARGET.head(PARAMS, features) if layout == "legacy" else net.logits(i, features)
@@ -119,8 +119,8 @@ def test_every_tensor(tmp_path, layout):
         place = files.write(tmp_path, layout, held)
         if (what, word) in (("longer", "lm_head.weight"), ("dropped", "token_map")):  # heads, but of another vocabulary
             rows = 62 if what == "longer" else 20
-            assert f"config.json says vocab_size 61, the tensors {rows}" in load_heads(place).notes
-            with pytest.raises(ShapeMismatch, match=f"a vocabulary of {rows}, model has 61"):
+            assert f"config.json says vocab_size 61, but the tensors say {rows}" in load_heads(place).notes
+            with pytest.raises(ShapeMismatch, match=f"a vocabulary of {rows}, but model has 61"):
                 load_heads(place, target=MODEL)
             continue
         with pytest.raises(CheckpointError, match=word.replace(".", r"\.")) as caught:
@@ -138,7 +138,7 @@ ODD = {
     "a head is missing": ("v0.1", changed("v0.1", "1."), r"missing: 1\.0\.linear\.bias, 1"),
     "a head's block is missing": ("v0.1", changed("v0.1", "1.1.linear"), r"missing: 1\.1\.linear\.bias, 1"),
     "a head has one more": ("v0.1", changed("v0.1") | {"1.2.linear.weight": SQUARE}, "0.2.linear.bias"),
-    "a head far off": ("v0.1", changed("v0.1") | {"9999.0.linear.weight": SQUARE}, "among them 9999.0.linear"),
+    "a head far off": ("v0.1", changed("v0.1") | {"9999.0.linear.weight": SQUARE}, "has 9999.0.linear"),
     "a number with a zero": ("v0.1", changed("v0.1", "2.2.") | {"2.02.weight": WIDE}, "missing: 2.2.weight"),
     "more than digits": ("v0.1", changed("v0.1") | {"9" * 5000 + ".0.weight": WIDE}, "not expected"),
     "other rows": ("v0.1", changed("v0.1") | {"1.2.weight": WIDE[:60]}, r"1.2.weight has shape \[60, 64\]"),
@@ -152,8 +152,8 @@ ODD = {
     "ids below": ("vllm", changed("vllm-reduced") | {"token_map": np.arange(20) - 1}, "token_map must hold ids"),
     "ids above": ("vllm", changed("vllm-reduced") | {"token_map": np.arange(42, 62)}, "from 0 to 60"),
     "ids of all": ("vllm", changed("vllm-reduced") | {"token_map": np.arange(21)}, "lm_heads.0.weight has shape"),
-    "no heads": ("v0.1", {"model.norm.weight": WIDTH}, "no tensors of draft heads"),
-    "nothing": ("v0.1", {}, "no tensors of draft heads"),
+    "no heads": ("v0.1", {"model.norm.weight": WIDTH}, "holds no draft heads"),
+    "nothing": ("v0.1", {}, "holds no draft heads"),
     "of no width": ("v0.1", {"0.0.weight": np.zeros((0, 0), np.float32)}, "hidden_size"),
     "scalars": ("v0.1", {"0.0.weight": np.array(1, np.float32)}, "hidden_size"),
 }  # fmt: skip
@@ -175,11 +175,13 @@ def test_tensors_are_believed(tmp_path):
     heads = load_heads(files.write(tmp_path, "v0.1", files.tensors("v0.1", 5), told))
     assert (heads.config.num_heads, heads.config.num_layers) == (5, 2)
     assert [note.partition(" says ")[2] for note in heads.notes] == [
-        "medusa_num_heads 2, the tensors 5", "medusa_num_layers 7, the tensors 2", "hidden_size 'wide', the tensors 64"
-    ]  # fmt: skip
+        "medusa_num_heads 2, but the tensors say 5",
+        "medusa_num_layers 7, but the tensors say 2",
+        "hidden_size 'wide', but the tensors say 64",
+    ]
     aliased = files.settings("vllm", num_heads=None, num_medusa_heads=4)
     assert load_heads(files.write(tmp_path / "d", "vllm", None, aliased)).notes == (
-        "config.json says num_medusa_heads 4, the tensors 3",
+        "config.json says num_medusa_heads 4, but the tensors say 3",
     )
 
 
@@ -265,7 +267,7 @@ def test_a_layout_is_one_row(tmp_path, monkeypatch):
         constants={"kind": "other"},
     )
     monkeypatch.setitem(LAYOUTS, "other", row)
-    monkeypatch.setattr("jaxspec.heads.export.EXPORTED", ("other",))
+    monkeypatch.setattr("jaxspec.heads.export.EXPORT_LAYOUTS", ("other",))
     heads = load_heads(files.write(tmp_path / "in", "vllm-reduced"))
     place = export_heads(heads, tmp_path / "out", "other")
     assert json.loads((place / "config.json").read_text()) == {"kind": "other", "guesses": 3}
@@ -276,7 +278,7 @@ def test_a_layout_is_one_row(tmp_path, monkeypatch):
         load_heads(place)
     back = load_heads(place, target=MODEL)
     assert back.config == heads.config
-    assert back.notes == ("config.json says guesses 4, the tensors 3",)
+    assert back.notes == ("config.json says guesses 4, but the tensors say 3",)
     chex.assert_trees_all_equal(back.params, heads.params)
 
 
@@ -301,7 +303,7 @@ def test_every_value_of_our_manifest(tmp_path):
     config = HeadsConfig(64, 61, 2, projection="own", draft_vocab_size=20)
     heads = DraftHeads(config, init_params(config, PROJECTION, np.arange(20)), jaxspec.chain(2))
     place = save_heads(heads, tmp_path / "ours")
-    with pytest.raises(CheckpointError, match=r"has a heads\.json already"):
+    with pytest.raises(CheckpointError, match=r"already has a heads\.json"):
         save_heads(heads, place)
     good = (place / "heads.json").read_text()
     for path in [(key,) for key in json.loads(good)] + [("config", key) for key in json.loads(good)["config"]]:
@@ -323,7 +325,7 @@ def test_every_value_of_our_manifest(tmp_path):
         with pytest.raises(CheckpointError, match=word.replace(".", r"\.")):
             load_heads(place)
     save_file(held | {"tokens": held["tokens"][::-1].copy()}, place / "heads.safetensors")
-    with pytest.raises(CheckpointError, match="tokens is not ascending"):
+    with pytest.raises(CheckpointError, match="tokens must be ascending"):
         load_heads(place)
     (place / "heads.safetensors").rename(tmp_path / "outside")
     (place / "heads.safetensors").symlink_to(tmp_path / "outside")
@@ -366,7 +368,7 @@ def test_recurrent_heads_go_through_files_to_the_bit(tmp_path):
         np.testing.assert_array_equal(flatten(found.params)[name], leaf)
     rng = np.random.default_rng(0)
     hidden, *words = (jnp.asarray(rng.normal(size=(2, 5, 64)), jnp.float32) for _ in range(4))
-    every = list(module(config, found.params).every(hidden, words))
+    every = list(make_network(config, found.params).each_feature(hidden, words))
     assert len(every) == 3
     for features in every:
         np.testing.assert_array_equal(features, hidden)
@@ -381,18 +383,18 @@ def test_what_a_layout_cannot_say(tmp_path):
             export_heads(heads, tmp_path / "out", layout)
 
     for layout in ("v0.1", "legacy", "vllm"):
-        refused("read the path .*only jaxspec serves them. Heads trained with --inputs hidden", layout, inputs="path")
-        refused("read the path", layout, inputs="recurrent")
-    refused("reduced vocabulary; these can be exported to vllm", draft_vocab_size=20)
-    refused("a bias in every block.*exported to vllm", bias=False)
-    refused("shares the target's projection.*exported to v0.1 and vllm", "legacy", projection="own")
-    refused("one block per head, these have 2; these can be exported to v0.1 and vllm", "legacy", num_layers=2)
+        refused("read tokens .*only jaxspec serves them. Heads trained with --inputs hidden", layout, inputs="path")
+        refused("read tokens", layout, inputs="recurrent")
+    refused("reduced vocabulary; use the layout vllm", draft_vocab_size=20)
+    refused("a bias in every block.*use the layout vllm", bias=False)
+    refused("shares the target's projection.*use the layout v0.1 or vllm", "legacy", projection="own")
+    refused("one block per head, but these heads have 2; use the layout v0.1 or vllm", "legacy", num_layers=2)
     refused("unknown layout 'v2'", "v2", UnknownName)
     assert not (tmp_path / "out").exists()
     config = HeadsConfig(64, 61, 2, bias=False, projection="single", draft_vocab_size=20)
     heads = DraftHeads(config, init_params(config, PROJECTION, np.arange(1, 21)))
     assert load_heads(export_heads(heads, tmp_path / "out", "vllm")).config == config
-    with pytest.raises(CheckpointError, match=r"has a config\.json already"):
+    with pytest.raises(CheckpointError, match=r"already has a config\.json"):
         export_heads(heads, tmp_path / "out", "vllm")
     other = toys.transformer(hidden_size=32)
     other = jaxspec.Model(other, other.init_params(jax.random.key(0)))
@@ -417,7 +419,7 @@ def test_a_model_that_holds_its_heads(tmp_path):
     target, bare = jaxspec.load(place), jaxspec.load(tmp_path / "bare")
     chex.assert_trees_all_equal(target.params, bare.params)
     heads = load_heads(place, target=target)
-    assert heads.notes == (WHOLE_MODEL,)
+    assert heads.notes == (WHOLE_MODEL_NOTE,)
     assert (heads.config.num_heads, heads.config.projection) == (3, "own")
 
 
@@ -442,4 +444,4 @@ def test_medusa_7b(tmp_path):
     assert found.layout == "v0.1"
     assert found.config() == HeadsConfig(4096, 32000, 5, 1, projection="own")
     assert sum(tensor.bytes for tensor in found.stored.values()) == at == 1_478_533_120
-    assert found.notes == ("config.json says medusa_num_heads 2, the tensors 5",)
+    assert found.notes == ("config.json says medusa_num_heads 2, but the tensors say 5",)

@@ -17,10 +17,10 @@ from helpers.recorded import recorded
 from jaxspec.bench import tasks
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.cli import train
-from jaxspec.cli.models import own_heads
-from jaxspec.cli.options import TARGET, Parser
+from jaxspec.cli.models import find_preset_heads
+from jaxspec.cli.options import DEFAULT_TARGET, Parser
 from jaxspec.errors import CheckpointError
-from jaxspec.heads.find import SHIPPED, every_shipped
+from jaxspec.heads.find import SHIPPED_FOLDER, list_shipped_heads
 from jaxspec.heads.network import flatten, init_params
 from jaxspec.registry import DRAFTERS
 from scripts.heads import evaluate, ship
@@ -30,16 +30,20 @@ TREE = jaxspec.from_paths([(2,), (1, 0), (0, 0, 0, 0)])
 
 
 def test_every_folder_is_a_presets_and_a_drafters():
-    found = [f"{name}/{drafter}" for name in PRESETS for drafter in DRAFTERS if own_heads(name, drafter)]
-    assert f"{TARGET}/medusa" in found, "the default model has heads"
-    assert {path.relative_to(SHIPPED).as_posix() for path in SHIPPED.glob("*/*")} == set(found) == set(every_shipped())
-    assert own_heads("some/model", "medusa") is None
+    found = [f"{name}/{drafter}" for name in PRESETS for drafter in DRAFTERS if find_preset_heads(name, drafter)]
+    assert f"{DEFAULT_TARGET}/medusa" in found, "the default model has heads"
+    assert (
+        {path.relative_to(SHIPPED_FOLDER).as_posix() for path in SHIPPED_FOLDER.glob("*/*")}
+        == set(found)
+        == set(list_shipped_heads())
+    )
+    assert find_preset_heads("some/model", "medusa") is None
 
 
-@pytest.mark.parametrize("name", every_shipped())
+@pytest.mark.parametrize("name", list_shipped_heads())
 def test_they_are_small_and_whole(name):
     """At most 16 MB; with a tree, a card that has the command, and figures."""
-    files = {path.name: path for path in (SHIPPED / name).iterdir()}
+    files = {path.name: path for path in (SHIPPED_FOLDER / name).iterdir()}
     assert sum(path.stat().st_size for path in files.values()) <= 16e6
     preset, drafter = name.split("/")
     assert re.search(rf"jaxspec train {drafter}3? --target {preset}", files["README.md"].read_text())
@@ -52,11 +56,11 @@ def test_they_are_small_and_whole(name):
 
 
 def test_a_presets_name_alone_is_its_medusa_heads():
-    assert jaxspec.load_heads(TARGET).config == jaxspec.load_heads(f"{TARGET}/medusa").config
+    assert jaxspec.load_heads(DEFAULT_TARGET).config == jaxspec.load_heads(f"{DEFAULT_TARGET}/medusa").config
 
 
 def test_a_preset_without_heads_is_told():
-    with pytest.raises(CheckpointError, match=f"smollm2-360m-instruct come with jaxspec, only {TARGET}/"):
+    with pytest.raises(CheckpointError, match=f"come with heads smollm2-360m-instruct, only with {DEFAULT_TARGET}/"):
         jaxspec.load_heads("smollm2-360m-instruct")
 
 
@@ -64,7 +68,7 @@ def test_a_preset_without_heads_is_told():
 def test_they_draft_what_the_target_writes(smollm2):
     """Three of the golden's greedy texts, token for token, in fewer rounds than tokens; found by the preset's name."""
     rows = json.loads(GOLDEN.read_text())["rows"][:3]
-    heads = jaxspec.load_heads(TARGET, target=smollm2)
+    heads = jaxspec.load_heads(DEFAULT_TARGET, target=smollm2)
     output = jaxspec.generate(
         smollm2, [row["prompt"] for row in rows], chat=True, drafter="medusa", heads=heads, tree=TREE, max_new_tokens=32
     )
@@ -95,7 +99,7 @@ def test_heads_are_packed_in_bfloat16_with_their_command(tmp_path, monkeypatch):
     card = (out / "README.md").read_text()
     assert card.startswith("# Card\n")
     assert "scripts.heads.ship eagle3 FOLDER" in card
-    assert f"jaxspec train eagle3 --target {TARGET} " in card
+    assert f"jaxspec train eagle3 --target {DEFAULT_TARGET} " in card
     monkeypatch.setattr(ship, "LARGEST", 1000)
     with pytest.raises(ValueError, match="draft fewer tokens"):
         ship.pack("eagle3", tmp_path / "run", out)
@@ -108,7 +112,7 @@ def test_the_settings_are_those_of_train():
         parser = Parser(prog="train")
         train.add_options(parser)
         words = shlex.split(f"{kind} --prompts p --out o {settings} {ship.COMMON}")
-        train.settings_of(parser.parse_options(words))
+        train.read_settings(parser.parse_options(words))
 
 
 @pytest.mark.slow
@@ -119,7 +123,7 @@ def test_evaluation_of_heads(tmp_path, capsys, monkeypatch):
     jaxspec.save(target, tmp_path / "target")
     jaxspec.save_heads(tiny_eagle(), tmp_path / "heads")
     questions = tuple(tasks.Question(str(i), "all", (text,)) for i, text in enumerate(("abc", "de")))
-    monkeypatch.setattr(tasks, "load", lambda *_: tasks.Task("mt-bench", questions))
+    monkeypatch.setattr(tasks, "load_task", lambda *_: tasks.Task("mt-bench", questions))
     words = [
         "x",
         "heads",

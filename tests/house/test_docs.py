@@ -156,12 +156,12 @@ def world(shelf, tmp_path, monkeypatch):
     def fetch(file, *_, **__):
         return shelf / "TARGET.gguf" if file.member.endswith(".gguf") else tmp_path / "task.jsonl"
 
-    monkeypatch.setattr(download, "fetch", fetch)
-    monkeypatch.setattr(find, "SHIPPED", shelf / "shipped")
+    monkeypatch.setattr(download, "fetch_file", fetch)
+    monkeypatch.setattr(find, "SHIPPED_FOLDER", shelf / "shipped")
     words = types.SimpleNamespace(create_dataset=lambda name, size, seed: [{"question": "How many?"}] * size)
     monkeypatch.setitem(sys.modules, "reasoning_gym", words)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
-    monkeypatch.setattr(evaluate, "SIZES", (1, 3))
+    monkeypatch.setattr(evaluate, "TREE_SIZES", (1, 3))
     return tmp_path
 
 

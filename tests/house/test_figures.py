@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from helpers.paths import ROOT
-from jaxspec.bench.measurements import FOLDER, Measurement
+from jaxspec.bench.measurements import RECORDS_FOLDER, Measurement
 from jaxspec.errors import InvalidConfig
 from scripts.figures import pages
 from scripts.figures.records import read_records
@@ -15,7 +15,7 @@ from scripts.figures.tables import RENDERERS
 
 pytestmark = pytest.mark.quick
 
-RECORDS = read_records(ROOT / FOLDER)
+RECORDS = read_records(ROOT / RECORDS_FOLDER)
 
 MEASURED = re.compile(
     r"\d[\d.,]*\s+(?:ms|milliseconds|tokens/s|tokens (?:a|per) (?:second|round)|GB/s|MiB|GiB)\b"

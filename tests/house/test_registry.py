@@ -9,7 +9,7 @@ import pytest
 import jaxspec
 from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.pages import blocks
-from jaxspec.bench.run import buildable
+from jaxspec.bench.run import find_buildable
 from jaxspec.cli import main
 from jaxspec.errors import InvalidConfig, UnknownName
 from jaxspec.generation.drafting import Drafting
@@ -78,7 +78,7 @@ def test_commands_and_the_benchmark_know_them(installed, directory, capsys):
     assert main(["generate", "--help"]) == 0
     assert re.search(r"\bagain\b", capsys.readouterr().out)
     target = jaxspec.load(directory)
-    assert "again" in [method.label for method in buildable(target, None)]
+    assert "again" in [method.label for method in find_buildable(target, None)]
     with pytest.raises(InvalidConfig, match="times must be a whole number from 1 to 32, got 0"):
         Drafting("again", drafter_options={"times": 0}).build_drafter(target)
     with pytest.raises(InvalidConfig, match="'again' does not take tree"):

@@ -17,7 +17,7 @@ from helpers.trainees import train
 from jaxspec.core.networks import HeadTarget
 from jaxspec.errors import InvalidConfig, MissingTokenizer, ShapeMismatch
 from jaxspec.heads.medusa_config import HeadsConfig
-from jaxspec.text.conversations import Conversation, read
+from jaxspec.text.conversations import Conversation, read_conversations
 from jaxspec.train import tokenized
 from jaxspec.train.log import Watch
 from jaxspec.train.medusa import MedusaTrainee
@@ -122,13 +122,13 @@ def test_given_answers_may_be_token_ids(tmp_path):
     path = tmp_path / "ids.jsonl"
     wrong = [{"prompt": [1.5]}, {"prompt": [-1]}, {"prompt": [True]}, {"prompt": []}, {"prompt": [1], "answer": "text"}]
     prompts(path, rows=[{"prompt": [1, 2], "answer": [3, 4]}, {"prompt": [VOCAB]}, *wrong])
-    found, bad = read([path])
+    found, bad = read_conversations([path])
     assert [row.where for row in bad] == [f"{path}:{line}" for line in range(3, 8)]
     assert all("token ids" in row.why or "is empty" in row.why for row in bad)
-    (text,), beyond = tokenized.texts_of(TARGET, found)
+    (text,), beyond = tokenized.encode_texts(TARGET, found)
     assert (text.ids.tolist(), text.mask.tolist()) == ([1, 2, 3, 4], [False, False, True, True])
     assert [row.why for row in beyond] == ["token id 31 is not in the vocabulary, whose ids go from 0 to 30"]
-    assert tokenized.prompts_of(TARGET, found, 8)[0] == [[1, 2]]
+    assert tokenized.encode_training_prompts(TARGET, found, 8)[0] == [[1, 2]]
 
 
 @pytest.mark.parametrize("name", ["vocab", "context", "init_cache", "apply", "head"])
@@ -167,14 +167,25 @@ def test_what_training_needs_and_does_not_get_is_named_first(tmp_path):
         def unembedding(self, params):
             return params["out"].T
 
-    refused(ShapeMismatch, r"Turned.unembedding\(params\) must be \[31, 16\].*got \[16, 31\]", Turned(), tmp_path)
+    refused(
+        ShapeMismatch,
+        r"Turned.unembedding\(params\) must have the shape \[31, 16\].*\[16, 31\]",
+        Turned(),
+        tmp_path,
+    )
 
     class Biased(Network):
         def head(self, params, features):
             return super().head(params, features) + params["bias"]
 
     values = TARGET.params | {"bias": jnp.linspace(0, 3, VOCAB)}
-    refused(InvalidConfig, r"Biased.head must give its features times .* a bias becomes", Biased(), tmp_path, values)
+    refused(
+        InvalidConfig,
+        r"Biased.head must return the features times .* Write a bias as a column",
+        Biased(),
+        tmp_path,
+        values,
+    )
     unbiased = jaxspec.Model(Biased(), values | {"bias": jnp.zeros(VOCAB)})
     trained = instance(MedusaTrainee, jaxspec.MedusaSettings(heads=3).trainee(unbiased))
     assert trained.config == HeadsConfig(WIDTH, VOCAB, 3, inputs="path")
@@ -182,7 +193,7 @@ def test_what_training_needs_and_does_not_get_is_named_first(tmp_path):
 
 def test_text_without_a_tokenizer_is_refused_with_what_to_give(tmp_path):
     path = trainees.write_prompts(tmp_path / "text.jsonl")
-    with pytest.raises(MissingTokenizer, match=r"text.jsonl:1: is text, and own has no tokenizer; use token ids"):
+    with pytest.raises(MissingTokenizer, match=r"text.jsonl:1: is text, but own has no tokenizer; use token ids"):
         train(TARGET, [path], tmp_path / "run")
 
 
@@ -190,6 +201,10 @@ def test_a_single_question_needs_no_chat_template():
     """A model without one reads it as `generate` does; a conversation needs to be told how it is written."""
     target = jaxspec.Model(trainees.LM, {}, trainees.TOKENIZER, name="base")
     asked = {"role": "user", "content": "abc"}
-    assert tokenized.prompts_of(target, [Conversation((asked,), None, "1")], 8)[0] == [target.encode("abc")]
+    assert tokenized.encode_training_prompts(target, [Conversation((asked,), None, "1")], 8)[0] == [
+        target.encode("abc")
+    ]
     with pytest.raises(MissingTokenizer, match="base has no chat template"):
-        tokenized.prompts_of(target, [Conversation(({"role": "system", "content": "x"}, asked), None, "1")], 8)
+        tokenized.encode_training_prompts(
+            target, [Conversation(({"role": "system", "content": "x"}, asked), None, "1")], 8
+        )

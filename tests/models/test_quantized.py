@@ -198,4 +198,4 @@ def test_a_checkpoint_is_rounded_as_it_is_read(tmp_path):
 
 
 def test_the_command_line_knows_the_same_kinds():
-    assert options.WEIGHTS == base.WEIGHT_DTYPES
+    assert options.MODEL_DTYPES == base.WEIGHT_DTYPES

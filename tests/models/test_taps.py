@@ -18,7 +18,7 @@ from jaxspec.kernels.library import kernels_available
 from jaxspec.models.packed import pack_params
 from jaxspec.models.quantized import quantize
 from jaxspec.testing import TableLM
-from jaxspec.train.features import Reader
+from jaxspec.train.features import FeatureReader
 
 LM = transformer()
 PARAMS = LM.init_params(jax.random.key(0))
@@ -102,7 +102,7 @@ def test_a_decoder_sets_the_taps_that_its_drafter_declares():
 
 def test_the_reader_of_training_gives_them():
     tokens, segments = np.asarray(TOKENS), np.zeros((2, 7), np.int32)
-    found = Reader(with_taps(LM, (2,)), 2)(PARAMS, tokens, segments)
+    found = FeatureReader(with_taps(LM, (2,)), 2)(PARAMS, tokens, segments)
     np.testing.assert_allclose(found, features(with_taps(LM, (2,)), PARAMS, TOKENS), atol=1e-5)
 
 

@@ -187,7 +187,7 @@ def test_training_reads_a_conversation_as_it_is_decoded(kind):
     target = Model(LM, {"table": TABLE}, tokenizer, template, stop_ids=(EOS,), name=kind)
     roles = ["user", "assistant"] * 2
     messages = [{"role": role, "content": text} for role, text in zip(roles, ["a", " b", "ab", " a"])]
-    (found,), bad = tokenized.texts_of(target, [Conversation(tuple(messages), None, "here")])
+    (found,), bad = tokenized.encode_texts(target, [Conversation(tuple(messages), None, "here")])
     assert not bad
     assert found.ids.tolist() == tokenizer.encode(template.render(messages))
     learnt = [tokenizer.token_bytes(i) for i, own in zip(found.ids.tolist(), found.mask) if own]
@@ -210,7 +210,7 @@ def test_training_encodes_each_answer_after_its_prompt(tokenizer, contents):
     """200 conversations: what each message adds to the ids of the text before it, unless it changes them."""
     messages = conversation(contents[: len(contents) // 2 * 2])
     target = Model(LM, {"table": TABLE}, tokenizer, TAGGED, stop_ids=(EOS,))
-    (found,), _ = tokenized.texts_of(target, [Conversation(messages, None, "here")])
+    (found,), _ = tokenized.encode_texts(target, [Conversation(messages, None, "here")])
     ids, mask, before = [], [], ""
     for i, message in enumerate(messages):
         text = TAGGED.render(messages[: i + 1])
@@ -228,6 +228,6 @@ def test_training_encodes_a_conversation_a_few_times(kind, monkeypatch):
     monkeypatch.setattr(Tokenizer, "_encode", lambda self, texts, *a: encoded.extend(texts) or encode(self, texts, *a))
     messages = conversation(["a", "ab"] * 20)
     target = Model(LM, {"table": TABLE}, KINDS[kind], TAGGED, stop_ids=(EOS,))
-    tokenized.texts_of(target, [Conversation(messages, None, "here")])
+    tokenized.encode_texts(target, [Conversation(messages, None, "here")])
     breaks = 1 + len(messages)  # before what continues a text, see `encode_all`
     assert sum(map(len, encoded)) <= 3 * len(TAGGED.render(messages)) + breaks

@@ -14,7 +14,7 @@ from helpers.narrow import not_none
 from jaxspec.bench import tasks
 from jaxspec.errors import InvalidConfig, TaskError, TrainingError
 from jaxspec.text import ChatTemplate
-from jaxspec.text.conversations import ROLES, Conversation, _conversation, _RowError, read
+from jaxspec.text.conversations import ROLES, Conversation, _conversation, _RowError, read_conversations
 from jaxspec.train import tokenized
 
 pytestmark = pytest.mark.quick
@@ -64,7 +64,7 @@ BAD = {
 def test_every_layout_is_the_same_conversation(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, GOOD)))
     (tmp_path / "b.json").write_text(json.dumps(GOOD))
-    found, bad = read([tmp_path / "a.jsonl", tmp_path / "b.json"])
+    found, bad = read_conversations([tmp_path / "a.jsonl", tmp_path / "b.json"])
     assert not bad
     assert [one.messages for one in found] == [TURNS] * 8
     assert [one.where[len(str(tmp_path)) + 1 :] for one in found[2:6]] == [
@@ -74,7 +74,7 @@ def test_every_layout_is_the_same_conversation(tmp_path):
         "b.json[1]",
     ]
     (tmp_path / "d.jsonl").write_text('{"question_id": 81, "turns": ["ab", "then"]}')
-    assert read([tmp_path / "d.jsonl"])[0][0].messages == TURNS[:1]
+    assert read_conversations([tmp_path / "d.jsonl"])[0][0].messages == TURNS[:1]
 
 
 MARK = "\ufeff"
@@ -96,40 +96,40 @@ def test_a_text_file_has_a_prompt_per_line_or_is_split_otherwise(tmp_path, text,
     """Whatever its line ends, with and without a byte order mark and a last line end."""
     path = tmp_path / "a.TXT"
     path.write_bytes(text.encode())
-    got, bad = read([path], split=split)
+    got, bad = read_conversations([path], split=split)
     assert {one.where: (one.messages, one.text) for one in got} == {f"{path}:{n}": ((), t) for n, t in found.items()}
     assert not bad
     if split == "line":
-        assert [one.text for one in read([path])[0]] == list(found.values()), "the default"
+        assert [one.text for one in read_conversations([path])[0]] == list(found.values()), "the default"
 
 
 def test_a_byte_order_mark_is_no_part_of_json(tmp_path):
     for name, text in (("a.jsonl", json.dumps(GOOD[2])), ("a.json", json.dumps(GOOD[2:3]))):
         (tmp_path / name).write_bytes((MARK + text).encode())
-        assert [one.messages for one in read([tmp_path / name])[0]] == [TURNS]
+        assert [one.messages for one in read_conversations([tmp_path / name])[0]] == [TURNS]
 
 
 def test_a_text_is_what_a_user_says():
     """The same prompt as that of `generate`; without a chat template it is continued as it is."""
     target, text = trainees.target(), Conversation((), "abcdef", "here")
     ids = target.encode_chat([{"role": "user", "content": "abcdef"}])
-    assert tokenized.prompts_of(target, [text], 99)[0] == [ids]
+    assert tokenized.encode_training_prompts(target, [text], 99)[0] == [ids]
     plain = dataclasses.replace(target, chat_template=None)
-    assert tokenized.prompts_of(plain, [text], 99)[0] == [plain.encode("abcdef")]
+    assert tokenized.encode_training_prompts(plain, [text], 99)[0] == [plain.encode("abcdef")]
 
 
 @pytest.mark.parametrize("row", BAD, ids=lambda row: row[:40].decode("utf-8", "replace"))
 def test_bad_rows_are_counted_by_line_or_refused(tmp_path, row):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(GOOD[0]).encode() + b"\n" + row + b"\n" + json.dumps(GOOD[2]).encode())
-    found, bad = read([path])
+    found, bad = read_conversations([path])
     assert len(found) == 2
     assert [one.where for one in bad] == [f"{path}:2"]
     with pytest.raises(TrainingError, match=f"a.jsonl:2: .*{BAD[row]}.*; correct or remove the row"):
-        read([path], strict=True)
+        read_conversations([path], strict=True)
     path.write_bytes(row)
     with pytest.raises(TrainingError, match="contains no prompt; the first row"):
-        read([path])
+        read_conversations([path])
 
 
 def test_rows_of_any_values_are_read_or_bad():
@@ -164,10 +164,10 @@ def test_rows_of_any_values_are_read_or_bad():
 
 def test_files_that_are_none(tmp_path):
     with pytest.raises(TrainingError, match=r"no.jsonl: cannot be read: No such file"):
-        read([tmp_path / "no.jsonl"])
+        read_conversations([tmp_path / "no.jsonl"])
     (tmp_path / "a.csv").write_text("a")
     with pytest.raises(TrainingError, match=r"expected .jsonl, .json or .txt"):
-        read([tmp_path / "a.csv"])
+        read_conversations([tmp_path / "a.csv"])
     for name, text, why in (
         ("a.json", "{}", "expected a list"),
         ("b.json", "[", "Expecting"),
@@ -175,38 +175,38 @@ def test_files_that_are_none(tmp_path):
     ):
         (tmp_path / name).write_text(text)
         with pytest.raises(TrainingError, match=why):
-            read([tmp_path / name])
+            read_conversations([tmp_path / name])
     for data, why in ((b"a\xff", "not UTF-8 (byte 0xff at 1 cannot be decoded)"), ("a".encode("utf-16"), "UTF-16")):
         (tmp_path / "d.txt").write_bytes(data)
         with pytest.raises(TrainingError, match=re.escape(f"d.txt: the file is {why}; save it as UTF-8")):
-            read([tmp_path / "d.txt"])
+            read_conversations([tmp_path / "d.txt"])
     (tmp_path / "d.txt").write_bytes(b"a\0b\nc")
-    assert read([tmp_path / "d.txt"])[1][0].why == "a text contains a NUL character"
+    assert read_conversations([tmp_path / "d.txt"])[1][0].why == "a text contains a NUL character"
 
 
 def test_only_the_assistants_tokens_are_learnt_from():
     target = trainees.target()
     messages = (*TURNS, {"role": "user", "content": "e"}, {"role": "assistant", "content": "fg"})
-    (found,), bad = tokenized.texts_of(target, [Conversation(messages, None, "here")])
+    (found,), bad = tokenized.encode_texts(target, [Conversation(messages, None, "here")])
     assert not bad
     pieces = [not_none(target.tokenizer).token_bytes(i).decode() for i in found.ids]
     user, say, end = "<|user|>", "<|assistant|>", "<|end|>"
     assert pieces == [user, "a", "b", end, say, "c", "d", end, user, "e", end, say, "f", "g", end]
     assert np.flatnonzero(found.mask).tolist() == [5, 6, 7, 12, 13, 14]  # the end of a turn is the assistant's, too
-    (prompt,), _ = tokenized.prompts_of(target, [Conversation(messages, None, "here")], 99)
+    (prompt,), _ = tokenized.encode_training_prompts(target, [Conversation(messages, None, "here")], 99)
     assert prompt == found.ids[:5].tolist()
 
 
 def test_what_cannot_be_learnt_from_is_reported():
     target = trainees.target()
     silent = Conversation(TURNS[:1], None, "here")
-    assert tokenized.texts_of(target, [silent])[1][0].why.startswith("the assistant has no answer")
-    assert "the maximum is 3" in tokenized.prompts_of(target, [silent], 3)[1][0].why
+    assert tokenized.encode_texts(target, [silent])[1][0].why.startswith("the assistant has no answer")
+    assert "expected 1 to 3" in tokenized.encode_training_prompts(target, [silent], 3)[1][0].why
     forgetful = "{{ messages[-1].content }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     odd = dataclasses.replace(target, chat_template=ChatTemplate(forgetful))
-    assert "rewrites earlier messages" in tokenized.texts_of(odd, [Conversation(TURNS, None, "here")])[1][0].why
+    assert "rewrites earlier messages" in tokenized.encode_texts(odd, [Conversation(TURNS, None, "here")])[1][0].why
     plain = Conversation((), "abcdef", "here")
-    (found,), _ = tokenized.texts_of(target, [plain])
+    (found,), _ = tokenized.encode_texts(target, [plain])
     assert found.mask.all()
 
 
@@ -329,13 +329,13 @@ def test_rows_as_they_are_published(tmp_path, layout):
     """Read with their answers, and as prompts; the same by `generate`, `train` and `bench`."""
     row, messages, asked = PUBLISHED[layout]
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    (one,), bad = read([tmp_path / "a.jsonl"], strict=True)
+    (one,), bad = read_conversations([tmp_path / "a.jsonl"], strict=True)
     assert not bad
     assert list(one.messages) == messages
     with_tools = bool(row.get("tools"))
     assert list(one.tools) == (TOOLS if with_tools else [])
     assert one.prompt == ({"messages": messages[:asked], "tools": TOOLS} if with_tools else messages[:asked])
-    (question,) = tasks.load(tmp_path / "a.jsonl").questions
+    (question,) = tasks.load_task(tmp_path / "a.jsonl").questions
     content = messages[0]["content"]
     plain = asked == 1 and isinstance(content, str)
     assert question.turns[0] == (content if plain else tuple(messages[:asked]))
@@ -378,10 +378,10 @@ def test_rows_that_cannot_be_used_are_named_alike(tmp_path, row, why):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(row))
     if why is None:
-        assert read([path])[0]
+        assert read_conversations([path])[0]
         return
     messages = []
-    for reader in (lambda: read([path], strict=True), lambda: tasks.load(path)):
+    for reader in (lambda: read_conversations([path], strict=True), lambda: tasks.load_task(path)):
         with pytest.raises(
             (TrainingError, TaskError), match=f"a.jsonl:1: .*{why}.*; correct or remove the row"
         ) as error:
@@ -406,7 +406,7 @@ def test_tools_and_their_results_are_learnt_around():
     )
     tokenizer = not_none(target.tokenizer)
     for asked, learnt in ((None, "de<|end|>cd<|end|>"), (3, "cd<|end|>")):
-        (found,), bad = tokenized.texts_of(target, [Conversation(messages, None, "here", asked=asked)])
+        (found,), bad = tokenized.encode_texts(target, [Conversation(messages, None, "here", asked=asked)])
         assert not bad
         assert tokenizer.decode(found.ids[found.mask], skip_special=False) == learnt
 
@@ -424,7 +424,7 @@ def test_too_few_prompts_name_what_would_be_enough():
     """The number and the share that the message names are enough, and one prompt fewer is not."""
     for count in range(2, 400, 7):
         share = 0.37 / count
-        words = r"too few to hold out a fraction of .*: use at least (\d+) or set held_out .* at least ([\d.]+)$"
+        words = r"too few to hold out a fraction of .*; use at least (\d+) or set held_out .* at least ([\d.]+)$"
         with pytest.raises(TrainingError, match=words) as error:
             tokenized.split_held_out(count, share)
         needed, least = not_none(re.search(words, str(error.value))).groups()
@@ -446,8 +446,8 @@ def test_too_few_prompts_name_what_would_be_enough():
         ({"clip": -1.0}, "clip must be finite and at least 0"),
         ({"distill": 1}, "distill must be true or false"),
         ({"held_out": 1.0}, "held_out must be below 1"),
-        ({"batch": 8, "accumulate": 3}, "a batch of 8 rows cannot be read in 3 parts over 1 device"),
-        ({"medusa2": True}, "its features cannot be cached"),
+        ({"batch": 8, "accumulate": 3}, "batch must be a multiple of accumulate times devices, 3 x 1; got 8"),
+        ({"medusa2": True}, "set cache_features to false"),
         ({"row_tokens": 6}, "row_tokens must be at least 7 for 4 drafted tokens, got 6"),
         ({"split": "word"}, "split must be one of line, blank, file"),
         ({"steps": "many"}, "steps must be a number"),

@@ -24,16 +24,16 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.dflash_layouts import DFLASH
 from jaxspec.heads.layouts import LAYOUTS
-from jaxspec.heads.network import flatten, init_cache, module
+from jaxspec.heads.network import flatten, init_cache, make_network
 from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.rope import Rope
 from jaxspec.train import calibration, dflash, losses
 from jaxspec.train import step as steps
-from jaxspec.train.batch import Batch, FrozenTarget, draw_places, wanted
+from jaxspec.train.batch import Batch, FrozenTarget, draw_anchors, find_supervised
 from jaxspec.train.dflash import DFlashTrainee
 from jaxspec.train.files import fingerprint
-from jaxspec.train.log import LOG, Watch
-from jaxspec.train.packing import Text, pack
+from jaxspec.train.log import LOG_FILE, Watch
+from jaxspec.train.packing import Text, pack_texts
 from jaxspec.train.trainee import BlockTraining
 
 GOLDEN = json.loads((GOLDEN_DIR / "dflash_losses.json").read_text())["cases"]
@@ -68,7 +68,7 @@ def batch(name: str) -> Batch:
     """Three texts in two rows, and features at random."""
     rng = np.random.default_rng(0)
     texts = [Text(rng.integers(0, V, n).astype(np.int32), np.arange(n) >= n // 4) for n in LENGTHS]
-    packed, _ = pack(texts, 16)
+    packed, _ = pack_texts(texts, 16)
     assert packed.segments.max() == 2
     features = rng.normal(size=(2, 16, (1 + CONFIGS[name].num_taps) * E)).astype(np.float32)
     return Batch(*map(jnp.asarray, (*packed, features)))
@@ -107,14 +107,14 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
     whole = Batch(*map(jnp.asarray, (tokens, np.ones_like(tokens), mask, features)))
 
     def loss(params):
-        found = losses.sums(settings, one, params, frozen, whole._replace(places=jnp.asarray(places)))
+        found = losses.sum_losses(settings, one, params, frozen, whole._replace(anchors=jnp.asarray(places)))
         each = losses.head_weights(settings, found.top1, gamma=4.0)
         return (each * found.loss).sum() / (each * found.counted).sum(), found
 
     (value, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert value == pytest.approx(expected["loss"], rel=1e-5)
     assert found.blocks is not None
-    shares = found.blocks.shares(np.asarray(found.seen))
+    shares = found.blocks.average(np.asarray(found.seen))
     np.testing.assert_allclose(shares["acceptance"], expected["acceptance"], rtol=1e-5)
     assert shares["tau"] == pytest.approx(expected["tau"], rel=1e-5)
     renamed = DFLASH.tensors(config, flatten(gradient), LAYOUTS["dflash-speculators"])  # named as in an exported file
@@ -124,7 +124,7 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
         assert np.linalg.norm(renamed[key]) == pytest.approx(norm, rel=1e-5), key
         tolerance = 1e-5 * norm * float(np.linalg.norm(along[key]))
         assert (renamed[key] * along[key]).sum() == pytest.approx(product, abs=tolerance), key
-    monkeypatch.setattr(steps, "draw_places", lambda part, count: jnp.asarray(places))
+    monkeypatch.setattr(steps, "draw_anchors", lambda part, count: jnp.asarray(places))
     begun = steps.init_state(settings, one, steps.Trainable(params))
     _, report = steps.train_step(settings, one, LM, frozen, begun, jax.tree.map(lambda leaf: leaf[None], whole))
     assert report.loss == pytest.approx(expected["loss"], rel=1e-5)
@@ -138,7 +138,7 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
 @functools.partial(jax.jit, static_argnums=0)
 def rounds(config: DFlashConfig, params, frozen: FrozenTarget, text, features):
     """The logits `[S, n, R]` of a block after every token of a text, one batch row each, by the drafter's cache."""
-    size, head = len(text), module(config, params)
+    size, head = len(text), make_network(config, params)
     here, rows = jnp.arange(size), jnp.arange(config.block_size)
     context = head.fuse(jnp.broadcast_to(features, (size, *features.shape)))
     entries = head.remember(context, jnp.broadcast_to(here, (size, size)), "float32")
@@ -167,14 +167,14 @@ def unroll(name: str, replaced: tuple, params, frozen: FrozenTarget, rows: Batch
 
 def guesses(name: str, rows: Batch) -> jax.Array:
     """The logits `[n, B, A, R]` of training."""
-    return unroll(name, (dflash.CHUNK, dflash.attend_to_text_and_block), *inputs(name), rows)
+    return unroll(name, (dflash.BLOCKS_AT_ONCE, dflash.attend_to_text_and_block), *inputs(name), rows)
 
 
 @pytest.mark.parametrize("name", with_slow(CONFIGS, ("dflash", "dflash, sliding")))
 @pytest.mark.slow
 def test_each_block_is_the_drafters_with_the_same_tokens(name, monkeypatch):
     """At every place of every packed text, and at places that are drawn."""
-    monkeypatch.setattr(dflash, "CHUNK", 5)
+    monkeypatch.setattr(dflash, "BLOCKS_AT_ONCE", 5)
     (params, frozen), config, rows = inputs(name), CONFIGS[name], batch(name)
     params = params if frozen.ids is None else params | {"tokens": jnp.asarray(frozen.ids)}
     unrolled, compared, longest = guesses(name, rows), 0, max(LENGTHS)
@@ -191,7 +191,7 @@ def test_each_block_is_the_drafters_with_the_same_tokens(name, monkeypatch):
     assert compared == sum(n - 1 - each for n in LENGTHS for each in range(config.max_depth))
     places = jnp.array([[3, 0, 14], [7, 8, 2]])
     np.testing.assert_allclose(
-        guesses(name, rows._replace(places=places)),
+        guesses(name, rows._replace(anchors=places)),
         jnp.take_along_axis(unrolled, places[None, ..., None], 2),
         atol=1e-5,
     )
@@ -201,7 +201,7 @@ def influence(name: str) -> tuple[float, float]:
     """How much logits of a place depend on what a round there does not know yet, and on what it knows."""
     rows, rng = batch(name), np.random.default_rng(4)
     row, place = 0, 4  # in a text of 9 or 12 tokens, which another follows
-    rows = rows._replace(places=jnp.full((2, 1), place))
+    rows = rows._replace(anchors=jnp.full((2, 1), place))
     plain = guesses(name, rows)[:, row]
     new = jnp.asarray(rng.normal(size=rows.features.shape), jnp.float32)
     later = 0.0
@@ -237,10 +237,10 @@ def test_a_block_sees_no_other_text_and_no_other_block():
     assert len(starts), "two texts in the row"
     first = int(starts[0]) + 1
     places = jnp.full((2, 2), first + 1).at[:, 1].set(1)
-    rows = rows._replace(places=places)
+    rows = rows._replace(anchors=places)
     features = rows.features.at[:, :first].set(3.0)
     found = [guesses(name, each)[:, 0, 0] for each in (
-        rows, rows._replace(features=features), rows._replace(places=places.at[:, 1].set(2))
+        rows, rows._replace(features=features), rows._replace(anchors=places.at[:, 1].set(2))
     )]  # fmt: skip
     assert (found[0] == found[1]).all()
     assert (found[0] == found[2]).all()
@@ -267,10 +267,10 @@ def test_attention_in_bfloat16_is_that_in_float32():
 
 def test_places_are_drawn_by_key_where_the_assistant_writes():
     rows = batch("dspark")
-    there = np.asarray(wanted(rows, 0))
+    there = np.asarray(find_supervised(rows, 0))
 
     def drawn(key, count):
-        return np.asarray(draw_places(rows._replace(key=jax.random.key(key)), count))
+        return np.asarray(draw_anchors(rows._replace(key=jax.random.key(key)), count))
 
     assert (drawn(0, 4) == drawn(0, 4)).all()
     assert (drawn(0, 4) != drawn(1, 4)).any()
@@ -286,9 +286,9 @@ def test_places_are_drawn_by_key_where_the_assistant_writes():
 def test_a_token_of_a_block_counts_if_all_before_it_do():
     mask = jnp.array([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0]], bool)
     rows = Batch(jnp.zeros((1, 10), jnp.int32), jnp.array([[1] * 8 + [0] * 2]), mask, jnp.zeros((1, 10, 1)))
-    found = ["".join(str(int(bit)) for bit in wanted(rows, step, blocks=True)[0]) for step in range(3)]
+    found = ["".join(str(int(bit)) for bit in find_supervised(rows, step, blocks=True)[0]) for step in range(3)]
     assert found == ["1101110000", "1001100000", "0001000000"]
-    assert wanted(rows, 1)[0].tolist() == [True, False, True, True, True] + [False] * 5
+    assert find_supervised(rows, 1)[0].tolist() == [True, False, True, True, True] + [False] * 5
 
 
 def test_reliability_is_the_table_by_hand():
@@ -296,11 +296,11 @@ def test_reliability_is_the_table_by_hand():
     certainty, acceptance, there = rng.normal(size=(3, 7)) * 3, rng.random((3, 7)), rng.random((3, 7)) < 0.7
     sums = calibration.BlockSums.zeros(2)
     sums = sums.add(1, *map(jnp.asarray, (there, acceptance, np.where(there, acceptance, 0), certainty)))
-    found = sums.shares(np.array([1, there.sum()]))
+    found = sums.average(np.array([1, there.sum()]))
     confidence = 1 / (1 + np.exp(-certainty))
     assert found["acceptance"] == pytest.approx([0, acceptance[there].mean()])
     error = 0.0
-    for number in range(calibration.BINS):
+    for number in range(calibration.NUM_BINS):
         inside = there & (confidence >= number / 10) & (confidence < (number + 1) / 10)
         assert found["confidence"]["tokens"][number] == inside.sum()
         if inside.any():
@@ -315,7 +315,7 @@ def test_reliability_is_the_table_by_hand():
 def test_the_diagram_is_of_the_table(tmp_path, monkeypatch):
     from matplotlib import pyplot
 
-    bins = np.zeros((calibration.BINS, 3))
+    bins = np.zeros((calibration.NUM_BINS, 3))
     bins[[2, 9]] = [[4, 1.0, 2.0], [10, 9.5, 9.0]]
     drawn = []
     monkeypatch.setattr(pyplot, "close", drawn.append)
@@ -387,19 +387,19 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
     parts = train(tmp_path / "parts", Watch(say=lines.append))
     assert "resumes after step 6" in lines
     assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
-    assert (tmp_path / "parts" / LOG).read_bytes() == (tmp_path / "whole" / LOG).read_bytes()
+    assert (tmp_path / "parts" / LOG_FILE).read_bytes() == (tmp_path / "whole" / LOG_FILE).read_bytes()
     by_step = [record["loss"] for record in whole.log if "loss" in record]
     assert by_step[-1] < by_step[0]
 
 
 def test_heads_that_cannot_be_are_refused_at_once():
     for make, why in (
-        (lambda: jaxspec.DSparkSettings(taps="2,x"), "taps must be layers of the target such as '2,15,27', got '2,x'"),
+        (lambda: jaxspec.DSparkSettings(taps="2,x"), "taps must be numbers of layers such as '2,15,27', got '2,x'"),
         (lambda: jaxspec.DFlashSettings(block=1), "block must be at least 2"),
         (lambda: jaxspec.DSparkSettings(markov="none"), "markov must be one of vanilla, gated, rnn"),
         (lambda: jaxspec.DFlashSettings(taps="3").trainee(target()), "taps must be whole numbers from 1 to 2"),
         (lambda: jaxspec.DFlashSettings(mask_token=V).trainee(target()), f"mask_token must be below the target's {V}"),
-        (lambda: jaxspec.DSparkSettings(decay=0.9), "set gamma in place of decay"),
+        (lambda: jaxspec.DSparkSettings(decay=0.9), "set gamma instead of decay"),
         (lambda: jaxspec.DSparkSettings(ce_share=1.5), "ce_share must be at most 1"),
     ):
         with pytest.raises(InvalidConfig, match=why):

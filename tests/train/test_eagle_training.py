@@ -19,14 +19,14 @@ from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Window
 from jaxspec.errors import InvalidConfig, TrainingError
 from jaxspec.heads.eagle_config import EagleConfig
-from jaxspec.heads.network import DraftHeads, init_cache, init_params, module
+from jaxspec.heads.network import DraftHeads, init_cache, init_params, make_network
 from jaxspec.models.rope import Rope
 from jaxspec.train import losses
-from jaxspec.train.batch import Batch, FrozenTarget, Guess, ahead
+from jaxspec.train.batch import Batch, FrozenTarget, Guess, shift_left
 from jaxspec.train.eagle import EagleTrainee, attend_to_rows_and_chain
 from jaxspec.train.files import fingerprint
-from jaxspec.train.log import LOG, Watch
-from jaxspec.train.packing import Text, pack
+from jaxspec.train.log import LOG_FILE, Watch
+from jaxspec.train.packing import Text, pack_texts
 
 LM = trainees.LM
 V, E = LM.vocab, LM.config.hidden_size
@@ -59,7 +59,7 @@ def batch(name: str) -> Batch:
     """Three texts in two rows, and features at random."""
     rng = np.random.default_rng(0)
     texts = [Text(rng.integers(0, V, n).astype(np.int32), np.arange(n) >= n // 4) for n in LENGTHS]
-    packed, _ = pack(texts, 16)
+    packed, _ = pack_texts(texts, 16)
     assert packed.segments.max() == 2
     count = 1 + CONFIGS[name].num_taps
     return Batch(*map(jnp.asarray, (*packed, rng.normal(size=(2, 16, count * E)).astype(np.float32))))
@@ -91,20 +91,20 @@ class Dense(EagleTrainee):
     """The same steps by the drafter's own network, with a mask of all rows of all steps."""
 
     def unroll(self, params, frozen, batch) -> Iterator[Guess]:
-        c, head, (rows, size) = self.config, module(self.config, whole(params, frozen)), batch.tokens.shape
+        c, head, (rows, size) = self.config, make_network(self.config, whole(params, frozen)), batch.tokens.shape
         cache, places = init_cache(c, rows, 0, "float32"), jnp.arange(size)
         causal = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (places[:, None] >= places)
         diagonal = jnp.broadcast_to(jnp.eye(size, dtype=bool), causal.shape)
         states, past = head.fuse(batch.features), None
         for step in range(self.drafted):
             mask = jnp.concatenate([causal, *[diagonal] * step], axis=-1)
-            tokens = ahead(batch.tokens, 1 + step)
+            tokens = shift_left(batch.tokens, 1 + step)
             window = Window(tokens, jnp.broadcast_to(places + step, tokens.shape), mask)
             states, new = head(states, not_none(frozen.embed)[tokens], window, cache, past)
             past = new if past is None else KV(*(jnp.concatenate(both, axis=3) for both in zip(past, new)))
             penalty = None
             if self.feature_loss:
-                apart = states - ahead(batch.features, 1)
+                apart = states - shift_left(batch.features, 1)
                 penalty = self.feature_loss * jnp.where(abs(apart) < 1, apart**2 / 2, abs(apart) - 0.5).mean(-1)
             yield Guess(logits_of(c, head, frozen, states), penalty)
 
@@ -117,7 +117,7 @@ def test_losses_and_gradients_are_those_of_one_dense_mask(name):
     for each in (one, Dense(**vars(one))):
 
         def loss(params, each=each):
-            found = losses.sums(settings, each, params, frozen, rows)
+            found = losses.sum_losses(settings, each, params, frozen, rows)
             return (0.8 ** jnp.arange(STEPS) * found.loss / found.counted).sum(), found
 
         found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
@@ -146,7 +146,7 @@ def test_attention_in_bfloat16_is_that_in_float32(steps):
 @functools.partial(jax.jit, static_argnums=0)
 def chains(config: EagleConfig, params, frozen: FrozenTarget, text, features):
     """The logits `[S, T, R]` of a chain from every row of a text [T], one batch row each, by the drafter's cache."""
-    size, head = len(text), module(config, params)
+    size, head = len(text), make_network(config, params)
     tokens = jnp.append(text[1:], jnp.zeros(STEPS + 1, text.dtype))
     here, start = jnp.arange(size), jnp.broadcast_to(jnp.arange(size), (size, size))
     causal = jnp.broadcast_to(jnp.tri(size, dtype=bool), (size, size, size))
@@ -235,7 +235,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(kind, prompts, tmp_path):
     parts = train(tmp_path / "parts", Watch(say=lines.append))
     assert "resumes after step 6" in lines
     assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
-    assert (tmp_path / "parts" / LOG).read_bytes() == (tmp_path / "whole" / LOG).read_bytes()
+    assert (tmp_path / "parts" / LOG_FILE).read_bytes() == (tmp_path / "whole" / LOG_FILE).read_bytes()
     losses_by_step = [record["loss"] for record in whole.log if "loss" in record]
     assert losses_by_step[-1] < losses_by_step[0]
     other = KINDS["eagle1" if kind == "eagle3" else "eagle3"]
@@ -254,9 +254,9 @@ def test_training_goes_on_from_a_head_with_its_sizes_and_tokens(prompts, tmp_pat
     assert trained.heads.config == config
     assert fingerprint(trained.heads.params) == fingerprint(params)
     for of, changes, why in (
-        (jaxspec.Eagle3Settings(layers=2), {}, "leave out layers .--layers.: the heads to start from have layers 1"),
-        (jaxspec.Eagle1Settings(), {}, "is an EAGLE-3 head of 1 layer, and an EAGLE-1 head is trained"),
-        (jaxspec.Eagle3Settings(), {"draft_vocab": 9}, "have drafted tokens of their own: leave draft_vocab at 0"),
+        (jaxspec.Eagle3Settings(layers=2), {}, "layers .--layers. is 2, but the heads to start from have 1"),
+        (jaxspec.Eagle1Settings(), {}, "is an EAGLE-3 head of 1 layer, expected an EAGLE-1 head"),
+        (jaxspec.Eagle3Settings(), {"draft_vocab": 9}, "keeps their drafted tokens: leave draft_vocab at 0"),
         (jaxspec.MedusaSettings(), {}, "the drafter 'medusa' cannot use 'heads'"),
     ):
         with pytest.raises(InvalidConfig, match=why):
@@ -265,7 +265,7 @@ def test_training_goes_on_from_a_head_with_its_sizes_and_tokens(prompts, tmp_pat
 
 def test_heads_that_cannot_be_are_refused_at_once():
     for make, why in (
-        (lambda: jaxspec.Eagle3Settings(taps="2,x"), "taps must be layers of the target such as '2,15,27', got '2,x'"),
+        (lambda: jaxspec.Eagle3Settings(taps="2,x"), "taps must be numbers of layers such as '2,15,27', got '2,x'"),
         (lambda: jaxspec.Eagle3Settings(taps="3").trainee(target()), "taps must be whole numbers from 1 to 2"),
         (lambda: jaxspec.Eagle3Settings(norm_before_fc=True).trainee(target()), "cannot both be true"),
         (lambda: jaxspec.Eagle1Settings(draft_vocab=9), "leave draft_vocab at 0"),

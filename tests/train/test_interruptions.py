@@ -27,12 +27,12 @@ from helpers import trainees
 from helpers.tiers import with_slow
 from jaxspec.checkpoints import orbax
 from jaxspec.cli import main
-from jaxspec.heads.find import MANIFEST
+from jaxspec.heads.find import HEADS_MANIFEST
 from jaxspec.kernels.library import kernels_available
 from jaxspec.train import evaluate, monitor
 from jaxspec.train.checkpoints import Checkpoints
 from jaxspec.train.files import fingerprint
-from jaxspec.train.log import LOG
+from jaxspec.train.log import LOG_FILE
 
 SETTINGS = trainees.TINY | trainees.SIZES | {"steps": 4, "save_every": 2, "eval_every": 2, "log_every": 1, "warmup": 1}
 MEASURE = evaluate.measure_trees
@@ -54,7 +54,7 @@ class Points:
         self.count, self._before, self._root = 0, before, root
         for owner, name in ((os, "replace"), (os, "rename"), (os, "mkdir"), (os, "fsync"), (tempfile, "mkdtemp")):
             self._wrap(patch, owner, name, lambda *_, **__: True)
-        self._wrap(patch, orbax, "write", lambda *_: True)
+        self._wrap(patch, orbax, "write_tree", lambda *_: True)
         self._wrap(patch, pathlib.Path, "open", lambda path, mode="r", *_, **__: mode[0] in "wa" and self.inside(path))
         self._wrap(patch, pathlib.Path, "rename", lambda path, *_: self.inside(path))
         if decoding:
@@ -93,9 +93,9 @@ def begun(tmp_path_factory):
 
 def measure_little(patch: pytest.MonkeyPatch) -> None:
     """Measures two trees on a few tokens."""
-    patch.setattr(evaluate, "SIZES", (1, 3))
+    patch.setattr(evaluate, "TREE_SIZES", (1, 3))
     patch.setattr(evaluate, "measure_trees", functools.partial(MEASURE, max_new_tokens=8, repeats=1))
-    patch.setattr(monitor, "plot", lambda records, path: path.write_bytes(b"a plot"))
+    patch.setattr(monitor, "plot_log", lambda records, path: path.write_bytes(b"a plot"))
 
 
 def command(root: pathlib.Path, out: pathlib.Path) -> list[str]:
@@ -108,14 +108,14 @@ def command(root: pathlib.Path, out: pathlib.Path) -> list[str]:
 
 def prints(folder: pathlib.Path) -> dict[str, str]:
     """The bits that a run ends with."""
-    found = Checkpoints(folder / "checkpoints").prints() | {LOG: (folder / LOG).read_text()}
+    found = Checkpoints(folder / "checkpoints").fingerprints() | {LOG_FILE: (folder / LOG_FILE).read_text()}
     return found | {"heads": fingerprint(jaxspec.load_heads(folder / "heads").params)}
 
 
 def assert_intact(folder: pathlib.Path) -> None:
     """Every checkpoint is whole, and heads can be loaded if there are any."""
     store = Checkpoints(folder / "checkpoints")
-    assert len(store.prints()) == len(store.steps())
+    assert len(store.fingerprints()) == len(store.steps())
     if (folder / "heads").exists():
         jaxspec.load_heads(folder / "heads")
 
@@ -124,7 +124,7 @@ def assert_goes_on(root: pathlib.Path, folder: pathlib.Path, whole: dict[str, st
     assert_intact(folder)
     assert main(command(root, folder)) == 0
     assert prints(folder) == whole
-    assert json.loads((folder / "heads" / MANIFEST).read_text())["tree"]
+    assert json.loads((folder / "heads" / HEADS_MANIFEST).read_text())["tree"]
     assert len(json.loads((folder / "heads" / "evaluation.json").read_text())["trees"]) == 2
     assert not [path for path in folder.rglob("*") if ".part" in path.name or path.name.endswith(".old")]
 
@@ -189,7 +189,7 @@ def test_ctrl_c_at_a_point(begun, folder, monkeypatch, capsys, percent):
     assert status == 130
     assert error.endswith("\njaxspec: interrupted\n")
     said = error.splitlines()[-3]
-    assert "the same command resumes the run" in said or "the same command continues with the measurement" in said
+    assert "the same command resumes it" in said or "the same command continues with the measurement" in said
     if decoded:
         held = f"training is complete: {folder / 'heads'} holds the result"
         assert said == f"{held}; the same command continues with the measurement"
@@ -230,7 +230,7 @@ def test_a_tree_that_was_fitted_stays_until_another_one_is(begun, folder, monkey
     assert "training is complete" in capsys.readouterr().err
     assert before == {path.name: path.read_bytes() for path in (folder / "heads").iterdir()}
     assert main([*command(begun[0], folder), "--fit-prompts", "0"]) == 0
-    assert json.loads((folder / "heads" / MANIFEST).read_text())["tree"] is None
+    assert json.loads((folder / "heads" / HEADS_MANIFEST).read_text())["tree"] is None
     assert json.loads((folder / "heads" / "evaluation.json").read_text())["trees"] == []
 
 
@@ -268,11 +268,11 @@ def test_what_fails_in_the_display_does_not_hide_the_error(tmp_path, monkeypatch
         raise next(failures)
 
     record = {"loss": 1.0, "top1": [0.5], "top5": [0.5], "accepted": [0.5], "accepted_length": 1.5, "tokens_per_s": 1.0}
-    (tmp_path / LOG).write_text('{"step": 1}\n')
+    (tmp_path / LOG_FILE).write_text('{"step": 1}\n')
 
     def end(number: int) -> None:
         with monitor.Monitor(tmp_path) as shown:
-            monkeypatch.setattr(monitor, "plot", fail)
+            monkeypatch.setattr(monitor, "plot_log", fail)
             monkeypatch.setattr(shown, "_tensorboard", Writer() if number % 2 else None)
             shown.watch.step(1, 1, record)
             raise RuntimeError("the cause")
@@ -281,8 +281,8 @@ def test_what_fails_in_the_display_does_not_hide_the_error(tmp_path, monkeypatch
         with pytest.raises(RuntimeError, match="the cause"):
             end(number)
         lines = capsys.readouterr().err.splitlines()
-        assert lines[-1].startswith(f"{tmp_path / monitor.PLOT} is incomplete: ")
-    (tmp_path / LOG).write_text("{\n")
+        assert lines[-1].startswith(f"{tmp_path / monitor.PLOT_FILE} is incomplete: ")
+    (tmp_path / LOG_FILE).write_text("{\n")
     with pytest.raises(RuntimeError, match="the cause"):
         end(0)
     assert "is damaged" in capsys.readouterr().err

@@ -14,10 +14,10 @@ from jaxspec.heads.network import flatten, init_params, unflatten
 from jaxspec.train import losses
 from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.medusa_settings import MedusaSettings
-from jaxspec.train.packing import Text, pack, pack_supervised_spans
+from jaxspec.train.packing import Text, pack_supervised_spans, pack_texts
 from jaxspec.train.settings import LOSSES
 from jaxspec.train.step import Trainable, init_state, train_step
-from jaxspec.train.tokenized import frequent
+from jaxspec.train.tokenized import find_frequent_tokens
 
 LM, E = trainees.LM, 64
 V = LM.vocab
@@ -33,7 +33,7 @@ def rows():
     texts = [
         Text(rng.integers(0, V, n).astype(np.int32), np.arange(n) >= first) for n, first in ((9, 2), (6, 1), (12, 5))
     ]
-    packed, cut = pack(texts, 16)
+    packed, cut = pack_texts(texts, 16)
     assert cut == 0
     assert packed.tokens.shape == (2, 16)
     features = rng.normal(size=(2, 16, E)).astype(np.float32)
@@ -110,7 +110,7 @@ def objective(settings: MedusaSettings, config: HeadsConfig, reduced: bool):
 
     @jax.jit
     def loss(named):
-        found = losses.sums(settings, MedusaTrainee.of(config), unflatten(named), frozen, rows())
+        found = losses.sum_losses(settings, MedusaTrainee.of(config), unflatten(named), frozen, rows())
         return (weights * found.loss / found.counted).sum()
 
     return loss, np.asarray(weights)
@@ -144,7 +144,7 @@ def test_loss_and_gradient_equal_the_reference(kind, inputs, reduced):
 
 def test_the_mixture_of_lk_lambda_has_no_gradient():
     config, named = heads("hidden", False)
-    parts = {kind: jax.grad(lambda logits, kind=kind: losses.of_law(kind, logits, jnp.int32(0), TARGET).sum())
+    parts = {kind: jax.grad(lambda logits, kind=kind: losses.compute_loss(kind, logits, jnp.int32(0), TARGET).sum())
              for kind in ("kl", "tv", "lk-lambda")}  # fmt: skip
     logits = jnp.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
     acceptance = np.minimum(np.exp(TARGET), np.exp(jax.nn.log_softmax(logits))).sum()
@@ -166,7 +166,7 @@ def test_what_is_not_finite_and_not_counted_does_no_harm():
     frozen = losses.freeze(MedusaTrainee.of(config), LM, PARAMS)
     value, gradient = jax.jit(
         jax.value_and_grad(
-            lambda named: losses.sums(CE, MedusaTrainee.of(config), unflatten(named), frozen, spoilt).loss.sum()
+            lambda named: losses.sum_losses(CE, MedusaTrainee.of(config), unflatten(named), frozen, spoilt).loss.sum()
         )
     )(named)
     assert np.isfinite(value)
@@ -188,10 +188,10 @@ def test_labels_are_those_two_and_more_ahead():
             params[f"blocks.{head}.0.kernel"] = jnp.asarray(40 * after - 20 * (1 - after))
         batch = losses.Batch(tokens, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool), features)
         frozen = losses.FrozenTarget(jnp.eye(size), None, None, None)
-        found = losses.sums(CE, MedusaTrainee.of(config), unflatten(params), frozen, batch)
+        found = losses.sum_losses(CE, MedusaTrainee.of(config), unflatten(params), frozen, batch)
         assert (found.top1 / found.seen).tolist() == ([1.0] * 3 if shift == 0 else [0.0] * 3)
         assert found.seen.tolist() == [28, 27, 26]
-        assert float(losses.accepted_length(found)) == (4 if shift == 0 else 1)
+        assert float(losses.estimate_accepted_length(found)) == (4 if shift == 0 else 1)
 
 
 def test_a_step_in_parts_is_the_step_in_one():
@@ -216,7 +216,7 @@ def test_a_step_in_parts_is_the_step_in_one():
 def test_packing_loses_nothing_and_mixes_nothing():
     rng = np.random.default_rng(0)
     texts = [Text(rng.integers(1, 99, n).astype(np.int32), rng.random(n) < 0.5) for n in rng.integers(2, 40, 50)]
-    packed, cut = pack(texts, 32)
+    packed, cut = pack_texts(texts, 32)
     kept = [t for t in texts if t.mask[:32].any()]
     assert cut == sum(t.ids.size > 32 for t in texts)
     found = []
@@ -235,7 +235,7 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     rng = np.random.default_rng(1)
     turns = [np.repeat(rng.random(6) < 0.4, rng.integers(1, 9, 6)) for _ in range(20)]
     texts = [Text(rng.integers(0, V, mask.size).astype(np.int32), mask) for mask in turns if mask.any()]
-    whole, _ = pack(texts, 40)
+    whole, _ = pack_texts(texts, 40)
     features = rng.normal(size=(*whole.tokens.shape, E)).astype(np.float32)
     few, places = pack_supervised_spans(whole, heads)
     assert few.segments.astype(bool).sum() < whole.segments.astype(bool).sum()
@@ -246,7 +246,7 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
     params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), params)
     frozen = losses.freeze(MedusaTrainee.of(config), LM, PARAMS)
     both = [
-        losses.sums(
+        losses.sum_losses(
             MedusaSettings(loss="ce"),
             MedusaTrainee.of(config),
             params,
@@ -255,12 +255,12 @@ def test_what_is_learnt_from_alone_gives_the_same_sums(heads):
         )
         for rows, a in ((whole, features), (few, features.reshape(-1, E)[places]))
     ]
-    for name, all_rows, few_rows in zip(losses.Sums._fields[:-1], *both):
+    for name, all_rows, few_rows in zip(losses.LossSums._fields[:-1], *both):
         np.testing.assert_allclose(all_rows, few_rows, rtol=1e-5, err_msg=name)
     assert float(both[0].seen.min()) > 0
 
 
 def test_the_most_frequent_tokens_of_answers():
     texts = [Text(np.array([5, 5, 7, 9, 1, 1, 1]), np.array([1, 1, 1, 1, 0, 0, 1], bool))]
-    assert frequent(texts, 10, 2).tolist() == [1, 5]  # 1, 7 and 9 are equal: the lowest id
-    assert frequent(texts, 10, 3).tolist() == [1, 5, 7]
+    assert find_frequent_tokens(texts, 10, 2).tolist() == [1, 5]  # 1, 7 and 9 are equal: the lowest id
+    assert find_frequent_tokens(texts, 10, 3).tolist() == [1, 5, 7]

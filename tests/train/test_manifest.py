@@ -21,7 +21,7 @@ from jaxspec.registry import TRAINEES, find
 from jaxspec.text import ChatTemplate
 from jaxspec.train import manifest
 from jaxspec.train.identity import TargetIdentity, describe_start
-from jaxspec.train.log import LOG, Watch
+from jaxspec.train.log import LOG_FILE, Watch
 from jaxspec.train.settings import TrainSettings, own_fields
 
 LM = toys.transformer(vocab_size=16, num_layers=2)
@@ -95,7 +95,7 @@ def valid(kind: Any, **changes: Any) -> TrainSettings:
 @pytest.fixture
 def begun(tmp_path):
     """A folder in which a step was logged, and a function that compares values with its manifest."""
-    (tmp_path / LOG).write_text('{"step": 1}\n')
+    (tmp_path / LOG_FILE).write_text('{"step": 1}\n')
     lines: list[str] = []
 
     def match(about, because=None):
@@ -103,17 +103,17 @@ def begun(tmp_path):
         return lines
 
     def write(about, because=None):
-        (tmp_path / LOG).unlink()
+        (tmp_path / LOG_FILE).unlink()
         match(about, because)
-        (tmp_path / LOG).write_text('{"step": 1}\n')
+        (tmp_path / LOG_FILE).write_text('{"step": 1}\n')
 
     return write, match, tmp_path
 
 
 def about_of(lm: TransformerLM = LM, settings: TrainSettings | None = None) -> dict:
     identity = TargetIdentity.of(jaxspec.Model(lm, {}, stop_ids=(0,)))
-    asked = manifest.of_run(settings or jaxspec.MedusaSettings())
-    return identity.of_answers | asked | describe_start(None)
+    asked = manifest.run_settings(settings or jaxspec.MedusaSettings())
+    return identity.answer_values | asked | describe_start(None)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -124,7 +124,9 @@ def test_every_field_of_the_network_binds_a_run_or_is_listed_as_free(name, begun
     if name in MAY_CHANGE:
         assert match(now) == []
         return
-    with pytest.raises(TrainingError, match=rf"made with target_network\.{name}=.*, now .*: go on with those") as error:
+    with pytest.raises(
+        TrainingError, match=rf"made with target_network\.{name}=.*, now .*: use the same values"
+    ) as error:
         match(now)
     also = name == "config.vocab_size"  # the ids that stand for tokens are then others, too
     assert str(error.value).count("=") == 1 + also, "nothing else is said to differ"
@@ -136,10 +138,10 @@ def test_every_setting_binds_a_run_or_is_listed_as_free(name, kind, begun):
     of, changed = SETTINGS[name, kind], other_setting(SETTINGS[name, kind], name)
     write(about_of(settings=valid(of)))
     now = about_of(settings=changed)
-    if name in manifest.FREE:
+    if name in manifest.CHANGEABLE_SETTINGS:
         assert match(now) == []
         return
-    with pytest.raises(TrainingError, match=rf"made with .*\b{name}=.*, now .*: go on with those"):
+    with pytest.raises(TrainingError, match=rf"made with .*\b{name}=.*, now .*: use the same values"):
         match(now)
 
 
@@ -147,7 +149,7 @@ def test_there_are_many_fields():
     assert len(NETWORKS) >= 33
     assert len(SETTINGS) >= 60
     assert {"config.rope.theta", "config.norm_eps", "config.window_rope.theta", "dtype", "taps"} <= NETWORKS.keys()
-    assert set(manifest.FREE) <= {name for name, _ in SETTINGS}
+    assert set(manifest.CHANGEABLE_SETTINGS) <= {name for name, _ in SETTINGS}
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(HeadsConfig)])
@@ -172,12 +174,12 @@ def test_a_tokenizer_and_a_template_are_named_where_the_ids_differ(begun):
     before = TargetIdentity.of(model)
     now = TargetIdentity.of(dataclasses.replace(model, chat_template=ChatTemplate("{{ messages[0].content }}")))
     about = about_of()
-    write(about | {"texts": "1"}, before.of_encoding)
-    assert match(about | {"texts": "1"}, now.of_encoding) == []
-    with pytest.raises(TrainingError, match="made with another chat template: go on with those"):
-        match(about | {"texts": "2"}, now.of_encoding)
-    without = TargetIdentity.of(dataclasses.replace(model, tokenizer=None)).of_encoding
-    with pytest.raises(TrainingError, match="made with another tokenizer: go on with those"):
+    write(about | {"texts": "1"}, before.encoding_values)
+    assert match(about | {"texts": "1"}, now.encoding_values) == []
+    with pytest.raises(TrainingError, match="made with another chat template: use the same values"):
+        match(about | {"texts": "2"}, now.encoding_values)
+    without = TargetIdentity.of(dataclasses.replace(model, tokenizer=None)).encoding_values
+    with pytest.raises(TrainingError, match="made with another tokenizer: use the same values"):
         match(about | {"texts": "2"}, without)
 
 
@@ -185,19 +187,19 @@ def test_a_run_of_an_earlier_version_goes_on_and_says_what_is_not_compared(begun
     """Its manifest has no network, and later ones may lack a field that a network has by then."""
     write, match, folder = begun
     about = about_of()
-    old = {name: about[name] for name in about if name not in manifest.LATER}
+    old = {name: about[name] for name in about if name not in manifest.LATER_LABELS}
     write(old)
     (line,) = match(about)
     assert line == (
-        f"{folder / 'settings.json'} is of an earlier version and does not record the sizes and constants of the "
-        "target, the stop tokens of the target, the sizes and constants of the start: not compared"
+        f"{folder / 'settings.json'} is from an earlier version of jaxspec and does not record the sizes and constants "
+        "of the target, the stop tokens of the target, the sizes and constants of the start, so they are not compared"
     )
     with pytest.raises(TrainingError, match="steps=1000, now 7"):
         match(about | {"steps": 7})
     fewer = json.loads(json.dumps(about))
     del fewer["target_network"]["config"]["post_norms"]
     write(fewer)
-    assert match(about)[-1].endswith("does not record target_network.config.post_norms: not compared")
+    assert match(about)[-1].endswith("does not record target_network.config.post_norms, so they are not compared")
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +241,10 @@ def test_the_same_weights_under_another_config_are_another_target(conversations,
     model = edited(**{name: value})
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     dotted = "rope.theta" if name == "rope" else name
-    words = rf"holds a run made with target_network\.config\.{dotted}=.*: go on with those, or name another folder"
+    words = rf"holds a run made with target_network\.config\.{dotted}=.*: use the same values, or another folder"
     with pytest.raises(TrainingError, match=words):
         train(model, conversations, stopped, distill=False, log_every=1)
-    words = rf"features holds features made with target_network\.config\.{dotted}=.*: go on with the same, or name"
+    words = rf"features holds features made with target_network\.config\.{dotted}=.*: use the same values, or"
     with pytest.raises(TrainingError, match=words):
         train(model, conversations, tmp_path, data=stopped, distill=False, log_every=1)
     assert before == {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
@@ -258,5 +260,5 @@ def test_other_stop_tokens_are_another_target_for_answers(tmp_path):
     with pytest.raises(InterruptedError):
         train(trainees.target(), prompts, tmp_path / "run", Watch(phase=reached), data=tmp_path)
     model = dataclasses.replace(trainees.target(), stop_ids=(5,))
-    with pytest.raises(TrainingError, match=r"holds answers made with stop_ids=\[0\], now \[5\]: go on with the same"):
+    with pytest.raises(TrainingError, match=r"holds answers made with stop_ids=\[0\], now \[5\]: use the same values"):
         train(model, prompts, tmp_path / "run", data=tmp_path)

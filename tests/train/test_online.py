@@ -58,7 +58,7 @@ def test_heads_follow_a_policy_that_changes(kind):
 def test_wrong_settings_are_refused():
     changes: dict[str, Any] = {"draft_vocab": 8, "accumulate": 2, "start": "heads"}
     for name, value in changes.items():
-        with pytest.raises(InvalidConfig, match=f"online heads have no setting {name}: leave it at its default"):
+        with pytest.raises(InvalidConfig, match=f"online heads do not support {name}; leave it at its default"):
             jaxspec.OnlineHeads.of(POLICY, jaxspec.MedusaSettings(**{name: value}))
     with pytest.raises(InvalidConfig, match="settings must be of heads, such as jaxspec"):
         jaxspec.OnlineHeads.of(POLICY, jaxspec.MedusaSettings(medusa2=True, cache_features=False))

@@ -21,10 +21,10 @@ from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CheckpointError, InvalidConfig, VocabMismatch
 from jaxspec.train import evaluate, losses, pard
 from jaxspec.train import step as steps
-from jaxspec.train.batch import Batch, FrozenTarget, draw_places, kept
+from jaxspec.train.batch import Batch, FrozenTarget, draw_anchors, limit_anchors
 from jaxspec.train.files import fingerprint
-from jaxspec.train.log import LOG, Watch
-from jaxspec.train.packing import Text, pack
+from jaxspec.train.log import LOG_FILE, Watch
+from jaxspec.train.packing import Text, pack_texts
 from jaxspec.train.pard import PardTrainee
 
 LM = trainees.LM
@@ -53,7 +53,7 @@ def batch() -> Batch:
     """Three texts in two rows, of which the assistant wrote all but the beginning."""
     rng = np.random.default_rng(0)
     texts = [Text(rng.integers(0, V, n).astype(np.int32), np.arange(n) >= n // 4) for n in LENGTHS]
-    packed, _ = pack(texts, 16)
+    packed, _ = pack_texts(texts, 16)
     assert packed.segments.max() == 2
     return Batch(*map(jnp.asarray, (*packed, np.zeros((2, 16, 0), np.float32))), key=jax.random.key(5))
 
@@ -128,8 +128,8 @@ def test_losses_and_gradients_are_those_of_one_dense_mask():
     """A step's, to 1e-5 of the loss and of each gradient's norm: one mean over all tokens that are kept."""
     one, rows = trainee(), batch()
     (key,) = jax.random.split(jax.random.fold_in(jax.random.key(CE.seed), 0), 1)
-    drawn = rows._replace(places=draw_places(rows._replace(key=key), None))
-    shares = [np.asarray(not_none(kept(drawn, one.blocks.shares, step).places)) for step in range(K)]
+    drawn = rows._replace(anchors=draw_anchors(rows._replace(key=key), None))
+    shares = [np.asarray(not_none(limit_anchors(drawn, one.blocks.shares, step).anchors)) for step in range(K)]
     sequences = []
     for r, there in texts_of(rows):
 
@@ -153,7 +153,7 @@ def test_losses_and_gradients_are_those_of_one_dense_mask():
     with jax.default_matmul_precision("highest"):
         (value, each), gradient = jax.jit(jax.value_and_grad(expected, has_aux=True))(draft().params)
         state, report = step(
-            FrozenTarget.nothing(), begun, jax.tree.map(lambda leaf: leaf[None], rows._replace(key=None))
+            FrozenTarget.empty(), begun, jax.tree.map(lambda leaf: leaf[None], rows._replace(key=None))
         )
     counts = np.asarray(each[1])
     assert counts[0] == sum(n - max(n // 4, 2) for n in LENGTHS)
@@ -189,15 +189,15 @@ def rounds(drafter: Pard, params, text):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unroll(one: PardTrainee, chunk: int, params, rows: Batch) -> list[jax.Array]:
     """The logits of training. `chunk` is what tests replace, so that it is traced again."""
-    return [guess.logits for guess in one.unroll(params, FrozenTarget.nothing(), rows)]
+    return [guess.logits for guess in one.unroll(params, FrozenTarget.empty(), rows)]
 
 
 def test_each_row_is_the_drafters_with_the_same_tokens(monkeypatch):
     """At every place of every packed text, and at places that are drawn, of which fewer have more masks."""
-    monkeypatch.setattr(pard, "CHUNK", 5)
+    monkeypatch.setattr(pard, "BLOCKS_AT_ONCE", 5)
     one, rows, compared = trainee(), batch(), 0
     drafter = Pard(LM, SETTINGS.pard_token, V, jaxspec.chain(K))
-    every = unroll(one, pard.CHUNK, draft().params, rows)
+    every = unroll(one, pard.BLOCKS_AT_ONCE, draft().params, rows)
     for r, there in texts_of(rows):
         text = np.zeros(max(LENGTHS), np.int32)
         text[: len(there)] = rows.tokens[r, there]
@@ -206,10 +206,10 @@ def test_each_row_is_the_drafters_with_the_same_tokens(monkeypatch):
             np.testing.assert_allclose(every[step][r, there[:-1]], expected[1 : len(there), step], atol=2e-5)
             compared += len(there) - 1
     assert compared == K * sum(n - 1 for n in LENGTHS)
-    drawn = rows._replace(places=draw_places(rows, None))
+    drawn = rows._replace(anchors=draw_anchors(rows, None))
     counts = []
-    for step, found in enumerate(unroll(one, pard.CHUNK, draft().params, drawn)):
-        places = not_none(kept(drawn, one.blocks.shares, step).places)
+    for step, found in enumerate(unroll(one, pard.BLOCKS_AT_ONCE, draft().params, drawn)):
+        places = not_none(limit_anchors(drawn, one.blocks.shares, step).anchors)
         counts.append(places.shape[1])
         at = (np.asarray(rows.segments) == np.roll(rows.segments, -1, 1)) & np.asarray(rows.segments > 0)
         inside = np.take_along_axis(at, np.asarray(places), 1)  # the root is in the text, too
@@ -224,16 +224,16 @@ def test_places_thin_out_by_the_retention():
         (1, 0.7, 0.49, 0.343, 0.2401, 0.2, 0.2, 0.2)
     )
     rows = batch()
-    drawn = rows._replace(places=draw_places(rows, None))
+    drawn = rows._replace(anchors=draw_anchors(rows, None))
     before = None
     for step in range(K):
-        places = np.asarray(not_none(kept(drawn, trainee().blocks.shares, step).places))
+        places = np.asarray(not_none(limit_anchors(drawn, trainee().blocks.shares, step).anchors))
         assert all(len(set(row)) == len(row) for row in places)
         assert before is None or (places == before[:, : places.shape[1]]).all()
         before = places
-    assert kept(rows, trainee().blocks.shares, 2) is rows
-    other = draw_places(rows._replace(key=jax.random.key(6)), None)
-    assert (np.asarray(other) != np.asarray(drawn.places)).any()
+    assert limit_anchors(rows, trainee().blocks.shares, 2) is rows
+    other = draw_anchors(rows._replace(key=jax.random.key(6)), None)
+    assert (np.asarray(other) != np.asarray(drawn.anchors)).any()
 
 
 def test_the_law_of_the_target_is_computed_only_for_a_loss_that_needs_it():
@@ -247,12 +247,15 @@ def test_the_law_of_the_target_is_computed_only_for_a_loss_that_needs_it():
     one = instance(PardTrainee, SETTINGS.trainee(padded, padded))
     assert (one.vocab_size, one.token) == (V - 3, V - 2)
     assert losses.needs_features(kl, one)
-    rows = rows._replace(tokens=rows.tokens % (V - 3), places=draw_places(rows, None), key=None)
+    rows = rows._replace(tokens=rows.tokens % (V - 3), anchors=draw_anchors(rows, None), key=None)
 
     @jax.jit
     def sums(params, rows):
-        features, frozen = steps.read_features(lm, params, rows.tokens, rows.segments), losses.freeze(one, lm, params)
-        return losses.sums(kl, one, params, frozen, rows._replace(features=features))
+        features, frozen = (
+            steps.compute_features(lm, params, rows.tokens, rows.segments),
+            losses.freeze(one, lm, params),
+        )
+        return losses.sum_losses(kl, one, params, frozen, rows._replace(features=features))
 
     found = sums(draft().params, rows)
     assert found.loss[0] / found.counted[0] == pytest.approx(0, abs=1e-5)
@@ -308,7 +311,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(start, tmp_path):
     parts = train(tmp_path / "parts", Watch(say=lines.append))
     assert "resumes after step 2" in lines
     assert fingerprint(parts.draft.params) == fingerprint(whole.draft.params) != fingerprint(draft().params)
-    assert (tmp_path / "parts" / LOG).read_bytes() == (tmp_path / "whole" / LOG).read_bytes()
+    assert (tmp_path / "parts" / LOG_FILE).read_bytes() == (tmp_path / "whole" / LOG_FILE).read_bytes()
     by_step = [record["loss"] for record in whole.log if "loss" in record]
     assert by_step[-1] < by_step[0]
     assert {path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()} == {"checkpoints"}
@@ -336,7 +339,7 @@ def test_a_model_that_knows_its_texts_drafts_them(prompts, start, tmp_path):
 def test_the_command_writes_a_folder_as_the_one_it_started_from(prompts, start, tmp_path, monkeypatch, capsys):
     """With the mask token in its config.json; by KL to the target, whose features are read for that."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "SIZES", (1, 3))
+    monkeypatch.setattr(evaluate, "TREE_SIZES", (1, 3))
     saved = jaxspec.save(target(), tmp_path / "target")
     words = ["train", "pard", "--target", str(saved), "--start", start, "--prompts", prompts, "--out", "run"]
     words += ["--fit-prompts", "1", "--depth", "3", "--loss", "kl"]
@@ -417,7 +420,7 @@ def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_p
         (lambda: jaxspec.PardSettings(retention_min=-1), InvalidConfig, "retention_min must be finite and at least 0"),
         (lambda: jaxspec.PardSettings(), InvalidConfig, r"from a draft model: set start \(--start\)"),
         (lambda: dataclasses.replace(CE, draft_vocab=9), InvalidConfig, "draft_vocab at 0"),
-        (lambda: dataclasses.replace(CE, decay=0.5), InvalidConfig, "retention in place of"),
+        (lambda: dataclasses.replace(CE, decay=0.5), InvalidConfig, "retention instead of"),
         (lambda: SETTINGS.trainee(target(), None), InvalidConfig, "is trained from a draft model"),
         (lambda: jaxspec.OnlineHeads.of(target(), SETTINGS), InvalidConfig, "settings must be of heads"),
         (
@@ -431,7 +434,7 @@ def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_p
             InvalidConfig,
             "is a PARD-2 model",
         ),
-        (lambda: evaluate.trainee_of(draft()), InvalidConfig, "does not say how it was trained"),
+        (lambda: evaluate.trainee_of(draft()), InvalidConfig, "whose training is not recorded"),
     ):
         with pytest.raises(error, match=why):
             make()

@@ -27,9 +27,9 @@ from jaxspec.heads.network import init_params
 from jaxspec.train import dataset, evaluate, monitor
 from jaxspec.train import run as running
 from jaxspec.train.checkpoints import Checkpoints, TrainCheckpoint
-from jaxspec.train.features import Cached
+from jaxspec.train.features import CachedFeatures
 from jaxspec.train.files import fingerprint
-from jaxspec.train.log import LOG, Watch
+from jaxspec.train.log import LOG_FILE, Watch
 from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.step import Trainable, init_state
 
@@ -52,7 +52,7 @@ def run(prompts, tmp_path_factory):
 def test_it_learns_and_the_target_stays_as_it_is(run):
     trained, folder, before, after, lines = run
     assert before == after
-    records = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / LOG_FILE).read_text().splitlines()]
     assert records == trained.log
     first, last = (next(r for r in order if "loss" in r) for order in (records, records[::-1]))
     assert sum(last["loss_by_token"]) < sum(first["loss_by_token"])
@@ -78,7 +78,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     """On the whole run's answers, in a relative folder; what it writes is loaded, drafted with, and fingerprinted."""
     monkeypatch.chdir(tmp_path)
     deciding, measure = [], evaluate.measure_trees
-    monkeypatch.setattr(evaluate, "SIZES", (1, 3))
+    monkeypatch.setattr(evaluate, "TREE_SIZES", (1, 3))
     monkeypatch.setattr(evaluate, "measure_trees", lambda *a, **o: deciding.append(a[0]) or measure(*a, **o))
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     words = ["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", "run"]
@@ -106,7 +106,7 @@ def test_the_command_fits_a_tree_and_writes_what_it_measured(run, prompts, tmp_p
     assert lines[0].endswith("  log.jsonl")
     assert lines[-1] == f"{fingerprint(heads.params)}  heads"
     assert main(["fingerprint", str(target)]) == 1
-    assert "holds no run and no heads" in capsys.readouterr().err
+    assert "holds neither a training run nor heads" in capsys.readouterr().err
 
 
 def test_a_target_that_is_trained_decides_as_it_was_trained(tmp_path, capsys):
@@ -147,7 +147,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(run, prompts, tmp_path, s
     parts = train(target, [prompts], tmp_path, Watch(say=lines.append), steps=60)
     assert [line for line in lines if "resumes" in line] == ([f"resumes after step {after}"] if after else [])
     assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
-    assert (tmp_path / LOG).read_bytes() == (folder / LOG).read_bytes()
+    assert (tmp_path / LOG_FILE).read_bytes() == (folder / LOG_FILE).read_bytes()
     again = train(target, [prompts], tmp_path, steps=60)  # nothing is left to do
     assert fingerprint(again.heads.params) == fingerprint(whole.heads.params)
 
@@ -183,16 +183,16 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
 
     whole = run[1]
     refused(
-        r"holds a run made with learning_rate=0.003, now 1.0: go on with those, or name another folder \(--out\); "
-        rf"the answers and features can be kept \(--data {whole}\)",
+        r"holds a run made with learning_rate=0.003, now 1.0: use the same values, or another folder \(--out\); "
+        rf"to keep the answers and features, add --data {whole}",
         whole,
         learning_rate=1.0,
     )
     refused(
-        r"a run made with held_out=0.2, now 0.5: .*; the answers can be kept: copy .*/answers into", whole, held_out=0.5
+        r"a run made with held_out=0.2, now 0.5: .*; to keep the answers, copy .*/answers into", whole, held_out=0.5
     )
     refused(
-        r"a run made with answer_tokens=24, now 12: go on with those, or name another folder \(--out\)$",
+        r"a run made with answer_tokens=24, now 12: use the same values, or another folder \(--out\)$",
         whole,
         answer_tokens=12,
     )
@@ -219,8 +219,8 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
 
 def test_too_few_prompts_are_noticed_before_any_is_answered(prompts, tmp_path, monkeypatch):
     """And the folder is then free for the settings that the message asks for."""
-    monkeypatch.setattr(dataset, "answers", reach)
-    with pytest.raises(TrainingError, match=r"24 usable prompts are too few .* 0.03: use at least 34 or set held_out"):
+    monkeypatch.setattr(dataset, "answer_prompts", reach)
+    with pytest.raises(TrainingError, match=r"24 usable prompts are too few .* 0.03; use at least 34 or set held_out"):
         train(trainees.target(), prompts, tmp_path, held_out=0.03)
     with pytest.raises(Reached):
         train(trainees.target(), prompts, tmp_path, held_out=0.042)
@@ -255,7 +255,7 @@ def keyboard():
 
 def press(times: int, at: int):
     """Presses Ctrl-C while the batch of a step is read."""
-    features, calls = Cached.at, []
+    features, calls = CachedFeatures.at, []
 
     def pressed(self, places):
         calls.append(1)
@@ -283,7 +283,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_p
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Cached, "at", press(1, at=5))
+        patch.setattr(CachedFeatures, "at", press(1, at=5))
         patch.setattr(orbax, "write_tree", lambda place, tree: (impatient if noticed() else write)(place, tree))
         with pytest.raises(KeyboardInterrupt):
             train(trainees.target(), prompts, tmp_path, Watch(say=lines.append), steps=60)
@@ -297,14 +297,14 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_call_goes_on(run, prompts, tmp_p
     parts = train(trainees.target(), prompts, tmp_path, Watch(say=lines.append), steps=60)
     assert "resumes after step 5" in lines
     assert fingerprint(parts.heads.params) == fingerprint(whole.heads.params)
-    assert (tmp_path / LOG).read_bytes() == (folder / LOG).read_bytes()
-    assert Checkpoints(tmp_path / "checkpoints").prints() == Checkpoints(folder / "checkpoints").prints()
+    assert (tmp_path / LOG_FILE).read_bytes() == (folder / LOG_FILE).read_bytes()
+    assert Checkpoints(tmp_path / "checkpoints").fingerprints() == Checkpoints(folder / "checkpoints").fingerprints()
 
 
 @pytest.mark.usefixtures("keyboard")
 def test_a_second_ctrl_c_ends_a_step_at_once(run, prompts, tmp_path, monkeypatch):
     shutil.copytree(run[1] / "answers", tmp_path / "answers")
-    monkeypatch.setattr(Cached, "at", press(2, at=5))
+    monkeypatch.setattr(CachedFeatures, "at", press(2, at=5))
     with pytest.raises(KeyboardInterrupt):
         train(trainees.target(), prompts, tmp_path, steps=60)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
@@ -319,8 +319,7 @@ def test_the_command_that_was_interrupted_says_how_to_go_on(prompts, tmp_path, m
     target = jaxspec.save(trainees.target(), tmp_path / "target")
     assert main(["train", "medusa", "--target", str(target), "--prompts", prompts, "--out", "run"]) == 130
     assert (
-        "everything so far is kept in run: the same command resumes the run\n\njaxspec: interrupted"
-        in capsys.readouterr().err
+        "the run so far is kept in run; the same command resumes it\n\njaxspec: interrupted" in capsys.readouterr().err
     )
 
 
@@ -332,9 +331,9 @@ def test_the_command_needs_texts_that_are_held_out(tmp_path, capsys):
 
 
 def test_the_plot_is_of_the_whole_log_however_often_the_run_was_ended(run, tmp_path, monkeypatch):
-    shutil.copy(run[1] / LOG, tmp_path / LOG)
+    shutil.copy(run[1] / LOG_FILE, tmp_path / LOG_FILE)
     plotted = []
-    monkeypatch.setattr(monitor, "plot", lambda records, path: plotted.append(records))
+    monkeypatch.setattr(monitor, "plot_log", lambda records, path: plotted.append(records))
     with monitor.Monitor(tmp_path) as shown:
         shown.watch.step(60, 60, run[0].log[-1])
     with monitor.Monitor(tmp_path):
@@ -363,7 +362,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(run, prompts, copied):
     assert any("about.json are not those that were written; it is kept as damaged-" in line for line in lines)
     assert any(line.startswith("resumes after step") for line in lines)
     assert fingerprint(again.heads.params) == fingerprint(run[0].heads.params)
-    assert (copied / LOG).read_bytes() == (run[1] / LOG).read_bytes()
+    assert (copied / LOG_FILE).read_bytes() == (run[1] / LOG_FILE).read_bytes()
     assert (newest.with_name(f"damaged-{newest.name}") / "about.json").read_bytes() == bytes(order)
 
 
@@ -393,7 +392,7 @@ def test_heads_that_are_not_the_best_ones_are_said_to_be(run, prompts, copied):
     lines = []
     trained = train(trainees.target(), prompts, copied, Watch(say=lines.append), steps=60)
     assert lines[-1].endswith(
-        f"the checkpoint of step {best} is missing; it was the best, and the heads are those of step 60"
+        f"the checkpoint of step {best} is missing. It was the best step; the heads of step 60 are used instead"
     )
     assert fingerprint(trained.heads.params) != fingerprint(run[0].heads.params)
 
@@ -411,7 +410,7 @@ def test_medusa_2_trains_the_target_after_its_warm_up(run, prompts, tmp_path):
     assert store.steps() == [3, 4]
     newest = store.load(4, init_state(trained.settings, trained.trainee, like)).state.params
     assert fingerprint(newest.target) == fingerprint(trained.target.params)
-    found = evaluate.ranks(trained.target, trained.heads, trained.data.answered, 64)
+    found = evaluate.rank_tokens(trained.target, trained.heads, trained.data.answered, 64)
     assert found.top1 == pytest.approx(trained.log[-1]["held_out"]["top1"], abs=1e-6)
 
 
@@ -419,7 +418,7 @@ def test_losses_that_are_not_finite_are_skipped_and_end_the_run(prompts, tmp_pat
     settings = {"learning_rate": 1e38, "max_bad_steps": 2, "clip": 0.0, "warmup": 0}
     with pytest.raises(TrainingError, match="the loss was not finite 2 times in a row"):
         train(trainees.target(), [prompts], tmp_path, **settings)
-    for line in (tmp_path / LOG).read_text().splitlines():
+    for line in (tmp_path / LOG_FILE).read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
@@ -440,7 +439,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(error.value)
     assert store.steps() == [0]
-    found, wrong = store.newest(begun)
+    found, wrong = store.load_newest(begun)
     assert not wrong
     assert fingerprint(not_none(found).state.params) == fingerprint(begun.params)
     store.save(TrainCheckpoint(begun._replace(step=jnp.int32(1)), {"next_index": 1}, None))

@@ -74,8 +74,8 @@ for name, mesh in {"one": None, "model": {"model": 2}, "data": {"data": 2}, "bot
         "losses": [record["loss"] for record in trained.log if "loss" in record],
     }
     if name == "both":
-        evaluate.SIZES = (1, 3)
-        ranks = evaluate.ranks(trained.target, trained.heads, trained.data.answered, 64)
+        evaluate.TREE_SIZES = (1, 3)
+        ranks = evaluate.rank_tokens(trained.target, trained.heads, trained.data.answered, 64)
         trees = evaluate.measure_trees(trained.target, trained.heads, ranks.acceptance(), trained.data.prompts[:1])
         found[name]["trees"] = [one.tree.shape.nodes for one in trees]
 print(json.dumps(found))

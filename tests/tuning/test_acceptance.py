@@ -16,7 +16,7 @@ from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec import analysis
 from jaxspec.cli import main
-from jaxspec.cli.acceptance import counted
+from jaxspec.cli.acceptance import format_counts
 from jaxspec.core.topology import branching
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import CapacityError, InvalidConfig
@@ -25,7 +25,7 @@ from jaxspec.heads.network import init_params
 from jaxspec.testing import TableLM
 from jaxspec.tuning import acceptance
 from jaxspec.tuning.acceptance import ANY_RULE, Positions
-from jaxspec.tuning.head_laws import head_laws
+from jaxspec.tuning.head_laws import build_head_laws
 
 V = 8
 LM = TableLM(V, context=512)
@@ -41,7 +41,7 @@ def laws(params, text, temperature) -> np.ndarray:
 
 def measured(**options):
     defaults: dict[str, Any] = {"max_new_tokens": 21, "children": 2, "seed": 3}
-    return acceptance.measure(TARGET, LM, DRAFT, PROMPTS, **{**defaults, **options})
+    return acceptance.measure_acceptance(TARGET, LM, DRAFT, PROMPTS, **{**defaults, **options})
 
 
 @pytest.mark.slow
@@ -91,12 +91,12 @@ def test_figures_by_hand():
         Positions("a", 10, {"r": np.array([5.0, 6.0])}, {"r": np.array([7.0, 9.0])}),
         Positions("b", 30, {"r": np.array([27.0, 30.0])}, {"r": np.array([30.0, 30.0])}),
     ]
-    one, two = acceptance.figures(found, (1, 2))
+    one, two = acceptance.average_acceptance(found, (1, 2))
     assert (one.acceptance, one.optimum, one.gap) == pytest.approx((32 / 40, 37 / 40, 5 / 40))
     assert (one.low, one.high) == pytest.approx((0.5, 0.9)), "both prompts or one of them twice"
     assert (two.children, two.acceptance) == (2, 36 / 40)
-    assert acceptance.by_rank(found) == {"r": pytest.approx([0.8, 0.1])}
-    assert acceptance.figures(found[:1], (1,))[0].low is None
+    assert acceptance.rank_acceptance(found) == {"r": pytest.approx([0.8, 0.1])}
+    assert acceptance.average_acceptance(found[:1], (1,))[0].low is None
 
 
 # --- draft heads, and masks ----------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_by_drafted_token_it_is_that_of_a_round_from_every_position(kind):
     """Greedily, each drafted token with 4 candidates; the first level of the other tree has every token."""
     given, prompts = DRAFTS[kind], [("one", [5, 9, 7]), ("two", [8])]
     draft, params = acceptance.drafting_model(WRITER, Drafting(kind, tree=2, **given))
-    found = acceptance.measure(WRITER, draft, params, prompts, sampling=jaxspec.Sampling(), children=4,
+    found = acceptance.measure_acceptance(WRITER, draft, params, prompts, sampling=jaxspec.Sampling(), children=4,
                                max_new_tokens=8)  # fmt: skip
     accepted = np.zeros(2)
     for name, prompt in prompts:
@@ -135,9 +135,9 @@ def test_by_drafted_token_it_is_that_of_a_round_from_every_position(kind):
             accepted[token - 1] += row.kept[ANY_RULE][3]
     assert (accepted > 0).all(), "else nothing was compared"
     assert (accepted < 15).all()
-    made = acceptance.figures(found, (1, 4))
+    made = acceptance.average_acceptance(found, (1, 4))
     assert [(figure.token, figure.children) for figure in made][:4] == [(1, 1), (1, 4), (2, 1), (2, 4)]
-    assert jaxspec.best_tree(acceptance.by_rank(found)[ANY_RULE], 6).shape.depth <= len(made) // 2
+    assert jaxspec.best_tree(acceptance.rank_acceptance(found)[ANY_RULE], 6).shape.depth <= len(made) // 2
 
 
 @pytest.mark.slow
@@ -145,29 +145,31 @@ def test_tokens_that_heads_cannot_draft_have_no_probability():
     config = dataclasses.replace(EAGLE, draft_vocab_size=5)
     ids = np.array([1, 4, 5, 9, 15], np.int32)
     heads = jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(1), tokens=ids))
-    draft, params = head_laws(WRITER, heads)
+    draft, params = build_head_laws(WRITER, heads)
     rows = jnp.arange(10.0).reshape(2, 1, 5)
     whole = np.asarray(draft.head(params, rows))
     assert whole.shape == (2, 1, 16)
     np.testing.assert_array_equal(whole[..., ids], rows)
     assert np.isneginf(np.delete(whole, ids, axis=-1)).all()
-    found = acceptance.measure(WRITER, draft, params, [("one", [5, 9, 7])], children=2, max_new_tokens=4, draws=2)
+    found = acceptance.measure_acceptance(
+        WRITER, draft, params, [("one", [5, 9, 7])], children=2, max_new_tokens=4, draws=2
+    )
     assert [row.count for row in found] == [4, 3, 2, 1]
 
 
 def test_wrong_input():
-    with pytest.raises(InvalidConfig, match="9 children"):
+    with pytest.raises(InvalidConfig, match="children is 9"):
         measured(children=9)
     with pytest.raises(CapacityError, match="at most 512"):
         measured(max_new_tokens=500)
-    with pytest.raises(InvalidConfig, match="no law"):
+    with pytest.raises(InvalidConfig, match="cannot be computed"):
         acceptance.drafting_model(TARGET, Drafting())
     second = dataclasses.replace(DSPARK, markov=None, markov_rank=0, selector_rank=4, selector_top=4)
     heads = jaxspec.DraftHeads(second, init_params(second, key=jax.random.key(1)), name="second")
-    with pytest.raises(InvalidConfig, match="'dflash' has no law along a text"):
+    with pytest.raises(InvalidConfig, match="'dflash' cannot be computed: its distributions"):
         acceptance.drafting_model(WRITER, Drafting("dflash", heads=heads))
-    with pytest.raises(InvalidConfig, match="second: a DFlash 2 head of 1 layer, blocks of 5 is not trained here"):
-        head_laws(WRITER, heads)
+    with pytest.raises(InvalidConfig, match="second: a DFlash 2 head of 1 layer, blocks of 5 cannot be trained"):
+        build_head_laws(WRITER, heads)
     assert not acceptance.has_laws(Pard(LM, 1, V, states=(None,)))
 
 
@@ -237,4 +239,4 @@ def test_texts_are_counted_once(tokens, texts, length):
         for token in range(tokens)
     ]
     count = texts * length
-    assert counted(found) == f"{count} position{'s' * (count != 1)} of {texts} text{'s' * (texts != 1)}"
+    assert format_counts(found) == f"{count} position{'s' * (count != 1)} of {texts} text{'s' * (texts != 1)}"

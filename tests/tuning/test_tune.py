@@ -15,10 +15,10 @@ from helpers.narrow import instance, not_none
 from helpers.recorded import recorded
 from helpers.toys import noisy
 from jaxspec.bench.records import Method
-from jaxspec.bench.setup import Setup
+from jaxspec.bench.setup import BenchSetup
 from jaxspec.cli import bench, main
 from jaxspec.cli.options import UsageError
-from jaxspec.cli.tune import scarcity, table
+from jaxspec.cli.tune import format_table, warn_about_few_rounds
 from jaxspec.core.schedule import Constant
 from jaxspec.core.topology import Topology, as_topology, branching, chain
 from jaxspec.decode.session import Session
@@ -32,8 +32,8 @@ from jaxspec.schedules.confidence import Confidence
 from jaxspec.schedules.plus_minus import PlusMinus
 from jaxspec.testing import TableLM
 from jaxspec.tuning import tune as tuning
-from jaxspec.tuning.head_laws import DRAFTED
-from jaxspec.tuning.tune import call_costs, choose_widths, conclude, order_depths, tune
+from jaxspec.tuning.head_laws import MAX_DRAFTED_TOKENS
+from jaxspec.tuning.tune import choose_widths, derive_drafting, estimate_call_costs, order_depths, tune
 
 LM = TableLM(8)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
@@ -56,37 +56,43 @@ def test_conclusions_by_hand():
     """Costs are medians in plain rounds, gaps filled, never falling; the best depth is that of the most tokens."""
     seconds = {4: [0.8, 0.9, 7.0], 0: [0.4, 0.4, 0.5], 1: [0.5], 2: [0.45, 0.65, 0.6]}
     stats = Stats(tested_at=(10, 8, 0, 4), accepted_at=(8, 4, 0, 1))
-    tuned = conclude("model", chain(4), {}, seconds, [(10, 0.7), (10, 0.9)], stats)
+    tuned = derive_drafting("model", chain(4), {}, seconds, [(10, 0.7), (10, 0.9)], stats)
     assert tuned.tree == chain(4)
     assert tuned.schedule == Adaptive((1.0, 1.25, 1.5, 1.875, 2.25), resume=0.075, prior_acceptance=0.8, widths=(2, 3))
     assert tuned.measured["acceptance_by_depth"] == [0.8, 0.5, 0.5, 0.25]
     by_depth = [1.0, 1.8 / 1.25, 2.2 / 1.5, 2.4 / 1.875, 2.45 / 2.25]
     assert tuned.measured["speedup_by_depth"] == pytest.approx(by_depth, abs=1e-4)
     assert tuned.measured["best_depth"] == 2
-    lines = table(tuned.measured)
+    lines = format_table(tuned.measured)
     assert lines[0] == "a chain, by its length:"
     assert lines[4].split() == ["2", "600.0", "50%", "1.47", "best"]
     assert lines[5].split() == ["3", "~750.0", "50%", "~1.28"]
     assert lines[6].split() == ["4", "900.0", "25%", "1.09"]
-    assert lines[7] == "~ was not timed: between the depths beside it"
-    assert table(tuned.measured, 9)[0] == "a tree of 9 nodes, cut at each depth:"
-    assert scarcity(tuned.measured, 2).startswith("only 1 round of some depths timed on 2 prompts: ")
-    assert not scarcity({"rounds_timed": {"0": 40, "1": 10}}, 1)
+    assert lines[7] == "~ was not timed, but interpolated between timed depths"
+    assert format_table(tuned.measured, 9)[0] == "a tree of 9 nodes, cut at each depth:"
+    assert warn_about_few_rounds(tuned.measured, 2).startswith("only 1 round of some depths were timed on 2 prompts; ")
+    assert not warn_about_few_rounds({"rounds_timed": {"0": 40, "1": 10}}, 1)
 
 
 def test_where_nothing_pays_the_draft_is_one_token():
     """Zero is the best depth; the schedule may still try one token now and then."""
-    tuned = conclude("model", chain(4), {}, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4))
+    tuned = derive_drafting(
+        "model", chain(4), {}, {0: [1.0], 4: [3.0]}, [], Stats(tested_at=(9,) * 4, accepted_at=(0,) * 4)
+    )
     assert (tuned.measured["best_depth"], tuned.tree) == (0, chain(1))
     schedule = instance(Adaptive, tuned.schedule)
     assert (schedule.prior_acceptance, schedule.resume) == (0.05, 0.0)
-    wide = conclude("model", branching(2, 2), {}, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0)))
+    wide = derive_drafting(
+        "model", branching(2, 2), {}, {0: [1.0], 2: [3.0]}, [], Stats(tested_at=(9, 1), accepted_at=(1, 0))
+    )
     assert wide.tree == branching(2, 2)
 
 
 def test_nothing_drafted_is_an_error():
     with pytest.raises(TuningError, match="drafted too little"):
-        conclude("prompt-lookup", chain(4), {}, {0: [1.0, 1.0]}, [], Stats(tested_at=(0,) * 4, accepted_at=(0,) * 4))
+        derive_drafting(
+            "prompt-lookup", chain(4), {}, {0: [1.0, 1.0]}, [], Stats(tested_at=(0,) * 4, accepted_at=(0,) * 4)
+        )
 
 
 # The file.
@@ -119,8 +125,8 @@ def test_what_is_written_is_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 4}, "version 3"),
-        ({"version": None}, "version 3"),
+        ({"version": 4}, "version 1 to 3"),
+        ({"version": None}, "version 1 to 3"),
         ({"drafter": "modle"}, "'model'"),
         ({"drafter": 3}, "drafter must be a name"),
         ({"tree": [-1, 5]}, "node 1"),
@@ -129,14 +135,14 @@ def test_what_is_written_is_read_again(tmp_path):
         ({"options": {"exit_layers": 2}}, "no option 'exit_layers'"),
         ({"options": [2]}, "options must be"),
         ({"schedule": {"name": "adaptiv"}}, "'adaptive'"),
-        ({"schedule": {"name": "adaptive", "price": 1}}, "no 'price'"),
+        ({"schedule": {"name": "adaptive", "price": 1}}, "no field 'price'"),
         ({"schedule": {"name": "adaptive", "costs": [1.0, "dear"]}}, "a cost must be a finite number above 0"),
         ({"schedule": {"name": "adaptive", "costs": [1.0, -2.0]}}, "a cost must be a finite number above 0"),
         ({"schedule": {"name": "plus-minus", "first": "two"}}, "first must be a whole number from 1"),
         ({"schedule": {"name": "adaptive", "prior_rounds": 10**30}}, "prior_rounds must be a finite number above 0"),
         ({"schedule": {"name": "adaptive", "loss_budget": 10**30}}, "loss_budget must be a finite number"),
         ({"schedule": {"name": "confidence", "entropy": []}}, "entropy must be True or False"),
-        ({"tree": [-1] + [0] * 20_000}, "at most 1024 nodes"),
+        ({"tree": [-1] + [0] * 20_000}, "at most 1024 are supported"),
         ({"schedule": ["adaptive"]}, "with a name"),
         ({"measured": 1}, "measured"),
         ({"more": 1}, "more"),
@@ -167,7 +173,7 @@ def test_earlier_names_are_unknown_in_a_file_of_this_version(tmp_path):
     TUNED.save(tmp_path / "t.json")
     record = json.loads((tmp_path / "t.json").read_text())
     (tmp_path / "t.json").write_text(json.dumps(record | {"schedule": {"name": "adaptive", "hope": 0.8}}))
-    with pytest.raises(TuningError, match="no 'hope'"):
+    with pytest.raises(TuningError, match="no field 'hope'"):
         jaxspec.Drafting.load(tmp_path / "t.json")
 
 
@@ -258,11 +264,11 @@ def test_what_others_are_drawn_between_is_timed_first():
 
 def test_costs_of_calls_by_hand():
     """A draft's call is what rounds of one width differ by; the target's is what is left, never below a plain round."""
-    costs, draft = not_none(call_costs(chain(8), np.array([1.0, 1.3, 1.6, 2.0, 2.25, 3.0, 3.25, 3.5, 3.75])))
+    costs, draft = not_none(estimate_call_costs(chain(8), np.array([1.0, 1.3, 1.6, 2.0, 2.25, 3.0, 3.25, 3.5, 3.75])))
     assert costs == pytest.approx({1: 1.0, 2: 1.05, 3: 1.1, 5: 1.25, 9: 1.75})
     assert draft == pytest.approx(0.25)
-    assert call_costs(chain(4), np.array([1.0, 1.0, 1.0, 1.5, 2.0])) == ({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.0}, 0.5)
-    assert call_costs(chain(3), np.ones(4)) is None
+    assert estimate_call_costs(chain(4), np.array([1.0, 1.0, 1.0, 1.5, 2.0])) == ({1: 1.0, 2: 1.0, 3: 1.0, 5: 1.0}, 0.5)
+    assert estimate_call_costs(chain(3), np.ones(4)) is None
 
 
 def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
@@ -279,7 +285,7 @@ def test_the_faster_of_chain_and_tree_is_taken(monkeypatch):
         stats = Stats(tested_at=(100,) * depth, accepted_at=(share,) * depth)
         return {drafted: [2.0 + drafted] * 2 for drafted in range(depth + 1)}, [], stats
 
-    monkeypatch.setattr(tuning, "_play", play)
+    monkeypatch.setattr(tuning, "_measure_rounds", play)
     asking = {"drafter": "model", "tree": 4, "max_new_tokens": 20, **SAMPLED}
     accepted = 90
     tuned = tune(TARGET, PROMPTS, draft=DRAFT, **asking)
@@ -313,7 +319,7 @@ def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
         stats = Stats(tested_at=(100,) * depth, accepted_at=(90,) * depth)
         return {drafted: [2.0 + drafted / 8] * 2 for drafted in range(depth + 1)}, [], stats
 
-    monkeypatch.setattr(tuning, "_play", play)
+    monkeypatch.setattr(tuning, "_measure_rounds", play)
     lm = toys.transformer(vocab_size=16, num_layers=2)
     target = jaxspec.Model(lm, toys.lively(lm.init_params(jax.random.key(0))))
     layer = dataclasses.replace(lm.config, num_layers=1)
@@ -323,14 +329,14 @@ def test_the_tree_is_that_of_each_drafted_token(drafter, monkeypatch):
         config = jaxspec.EagleConfig(layer)
         given = {"heads": jaxspec.DraftHeads(config, init_params(config, key=jax.random.key(1)), chain(2))}
     else:
-        blocks = jaxspec.DFlashConfig(layer, tuning.DEPTH + 1, 3)
+        blocks = jaxspec.DFlashConfig(layer, tuning.DEFAULT_DEPTH + 1, 3)
         given = {"heads": jaxspec.DraftHeads(blocks, init_params(blocks, key=jax.random.key(1)), chain(2))}
     tuned = tune(target, PROMPTS, drafter=drafter, max_new_tokens=8, **given, **SAMPLED)
     ranks = tuned.measured["acceptance_by_rank"]
-    assert (len(ranks), {len(row) for row in ranks}) == (DRAFTED, {tuning.MAX_CHILDREN})
+    assert (len(ranks), {len(row) for row in ranks}) == (MAX_DRAFTED_TOKENS, {tuning.MAX_CHILDREN})
     best = jaxspec.fastest_tree(ranks, dict.fromkeys((1, 2, 3, 5, 9), 2.0), 0.125)
     assert best.shape.width > 1
-    assert played == [chain(tuning.DEPTH), best]
+    assert played == [chain(tuning.DEFAULT_DEPTH), best]
     assert set(tuned.measured["speedups"]) == {"chain", "tree"}
 
 
@@ -375,7 +381,7 @@ def test_wrong_command_lines(directory, tmp_path, capsys):
     TUNED.save(path)
     words = ["--target", str(directory), "abc"]
     for command, said in (
-        (["generate", *words, "--tuned", path, "--draft-length", "3"], "--tuned selects how to draft"),
+        (["generate", *words, "--tuned", path, "--draft-length", "3"], "--tuned sets how to draft"),
         (["generate", *words, "--tuned", path], "needs --draft-model"),
         (["generate", *words, "--schedule", "adaptve"], "Did you mean 'adaptive'"),
         (["tune", *words, "--out", path], "--drafter"),
@@ -400,8 +406,8 @@ def test_the_benchmark_takes_schedules(tmp_path):
     assert methods[0].drafting.tree == 4
     with pytest.raises(UsageError):
         bench.parse_drafters("model:4@")
-    setup = Setup(TARGET, "coupled", {})
-    assert setup.decoder(bench.completed(methods[0], DRAFT, {}, {}))[0].schedule == Adaptive()
+    setup = BenchSetup(TARGET, "coupled", {})
+    assert setup.decoder(bench.complete_method(methods[0], DRAFT, {}, {}))[0].schedule == Adaptive()
     method = Method("tuned", dataclasses.replace(TUNED, draft=DRAFT))
     decoder, _ = setup.decoder(method)
     assert (decoder.schedule, instance(ModelDraft, decoder.drafter).tree) == (TUNED.schedule, TUNED.tree)

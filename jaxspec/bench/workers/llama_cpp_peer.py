@@ -9,7 +9,7 @@ import urllib.request
 
 import xllamacpp
 
-KINDS = {"n-gram": "NGRAM_SIMPLE", "draft": "DRAFT_SIMPLE"}
+SPECULATION_TYPES = {"n-gram": "NGRAM_SIMPLE", "draft": "DRAFT_SIMPLE"}
 
 
 class Peer:
@@ -19,9 +19,11 @@ class Peer:
         params.n_ctx, params.n_parallel, params.warmup, params.ctx_shift = settings["capacity"], 1, True, False
         for one in (params.cpuparams, params.cpuparams_batch):
             one.n_threads = settings["threads"]
-        if settings["method"] in KINDS:
+        if settings["method"] in SPECULATION_TYPES:
             kinds = xllamacpp.common_speculative_type
-            params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{KINDS[settings['method']]}")]
+            params.speculative.types = [
+                getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{SPECULATION_TYPES[settings['method']]}")
+            ]
             params.speculative.draft.n_max = settings["draft_length"]
             params.speculative.ngram_simple.size_m = settings["draft_length"]
         if settings["draft"]:

@@ -28,12 +28,12 @@ class Peer:
     def __init__(self, settings):
         torch.set_num_threads(settings["threads"])
         self.stops = settings["stop_ids"]
-        self.target = load(settings["target"])
+        self.target = load_torch_model(settings["target"])
         self.options = {}
         if settings["method"] == "prompt-lookup":
             self.options["prompt_lookup_num_tokens"] = settings["draft_length"]
         elif settings["method"] == "assisted":
-            self.options["assistant_model"] = load(settings["draft"])
+            self.options["assistant_model"] = load_torch_model(settings["draft"])
         self.versions = {name: importlib.metadata.version(name) for name in ("transformers", "torch")}
 
     def decode(self, tokens, count, ignore_eos):
@@ -55,7 +55,7 @@ class Peer:
         }
 
 
-def load(path):
+def load_torch_model(path):
     if path.endswith(".gguf"):
         folder, file = os.path.split(path)
         return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()

@@ -23,7 +23,7 @@ try:
 except ImportError:  # not on this platform: the parent limits the memory
     resource = None
 
-KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokenizers", "Tokenizer")}
+OBJECT_KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokenizers", "ConfinedTokenizer")}
 """Module and class of each kind of object."""
 
 HEADER, LENGTH = struct.Struct("<cQ"), struct.Struct("<Q")
@@ -96,7 +96,7 @@ def seal():
     sys.addaudithook(refuse)
 
 
-def read(size):
+def read_message(size):
     """Reads from the standard input; ends the process at its end."""
     data = bytearray()
     while len(data) < size:
@@ -107,7 +107,7 @@ def read(size):
     return bytes(data)
 
 
-def write(pipe, kind, data):
+def write_message(pipe, kind, data):
     """Writes an answer: `j` for JSON, `b` for bytes, `e` for an exception, `m` if memory ran out.
 
     The letter is upper case if the process ends now.
@@ -122,7 +122,7 @@ def to_json(value):
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def describe(error):
+def describe_error(error):
     """Encodes an exception: its class, and its message as one line of at most 500 characters."""
     text = str(error)[:2000]
     return to_json([type(error).__name__, " ".join(text.split())[:500]])
@@ -133,14 +133,14 @@ def refusal(error):
     value."""
     try:
         # Python reports some allocations that failed as "SystemError: error return without exception set".
-        return (b"m", b"") if isinstance(error, (MemoryError, SystemError)) else (b"e", describe(error))
+        return (b"m", b"") if isinstance(error, (MemoryError, SystemError)) else (b"e", describe_error(error))
     except MemoryError:
         return b"m", b""
     except BaseException as other:  # for example, a value that is nested too deeply
         return b"e", to_json([type(error).__name__, type(other).__name__])
 
 
-def answer(objects, classes, limiter, request):
+def answer_request(objects, classes, limiter, request):
     """Handles a request; returns the kind of the answer and its bytes."""
     released, number, name, arguments, seconds, memory = request
     for other in released:
@@ -167,26 +167,28 @@ def main():
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     try:
-        classes = {kind: getattr(importlib.import_module(module), name) for kind, (module, name) in KINDS.items()}
+        classes = {
+            kind: getattr(importlib.import_module(module), name) for kind, (module, name) in OBJECT_KINDS.items()
+        }
         limiter = Limiter(sys.argv[1] == "1")
         limiter.settle()
         seal()
     except BaseException as error:
-        write(pipe, b"e", f"{type(error).__name__}: {error}".encode())
+        write_message(pipe, b"e", f"{type(error).__name__}: {error}".encode())
         os._exit(1)
-    write(pipe, b"j", b"null")
+    write_message(pipe, b"j", b"null")
     objects = {}
     while True:
-        (size,) = LENGTH.unpack(read(LENGTH.size))
-        request = marshal.loads(read(size))
+        (size,) = LENGTH.unpack(read_message(LENGTH.size))
+        request = marshal.loads(read_message(size))
         is_new, limit = request[1] not in objects, LEFTOVER_SHARE * request[-1]
-        kind, data = answer(objects, classes, limiter, request)
+        kind, data = answer_request(objects, classes, limiter, request)
         if limiter.left_behind() - len(data) > limit:
             gc.collect()
         if is_new and request[1] in objects:
             limiter.settle()
         ends = limiter.left_behind() - len(data) > limit
-        write(pipe, kind.upper() if ends else kind, data)
+        write_message(pipe, kind.upper() if ends else kind, data)
         if ends:
             os._exit(0)
 

@@ -6,7 +6,7 @@ import struct
 import tokenizers
 
 
-class Tokenizer:
+class ConfinedTokenizer:
     """The tokenizer of a `tokenizer.json`.
 
     Some published files contain settings for training: truncation, padding and dropout. These settings are turned off.
