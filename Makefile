@@ -48,7 +48,8 @@ gpu: ## compile for GPUs without one, and check what the loop does (ARGS=--all f
 in-gpu-environment: export JAX_PLATFORMS = cpu
 in-gpu-environment: $(VENV)/core.stamp
 	$(INSTALL) '.[test,gpu]'
-	$(RUN) -m pytest -m gpu tests/decode/test_gpu.py
+	$(RUN) -m pytest -m gpu tests/decode/test_gpu.py tests/models/test_products_gpu.py
+	$(RUN) -m scripts.prove.gpu_layers
 	$(RUN) -m scripts.prove.gpu $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each

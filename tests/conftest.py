@@ -36,7 +36,7 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 
 pytest_plugins = ["helpers.durations"]
 
-OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling"}
+OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling", "test_products_gpu"}
 """Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""
 
 MISSING = "THE REAL WEIGHTS ARE MISSING"

@@ -546,7 +546,9 @@ def _rotated(
 
 
 def _dot(a: Array, b: Array, transposed: bool) -> Array:
-    return lax.dot_general(a, b, (((1,), (1 if transposed else 0,)), ((), ())), None, jnp.float32)
+    # An explicit precision, because JAX's default may be set to another one, with other instructions.
+    dimensions = ((1,), (1 if transposed else 0,)), ((), ())
+    return lax.dot_general(a, b, dimensions, lax.Precision.DEFAULT, jnp.float32)
 
 
 def _squares(x: Array) -> Array:

@@ -363,6 +363,14 @@ MUTANTS = (
         ("tests/models/test_products_pallas.py::test_sums_are_chains_over_tiles_and_trees_over_segments[64]",),
     ),
     Mutant(
+        "pallas-norm-left-to-xla",
+        "XLA norms the features between kernels of a fixed order, in an order of its own for each number of rows",
+        "models/layer_calls_pallas.py",
+        "return _tokens(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)",
+        "return _tokens(norm(read.x), read.batch, read.tokens)",
+        ("tests/models/test_layer_calls.py::test_nothing_between_embedding_and_logits_sums_but_the_kernels",),
+    ),
+    Mutant(
         "norms-by-the-place-of-a-row",
         "rows of odd places are summed backwards",
         "kernels/src/rows.h",

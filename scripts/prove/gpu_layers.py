@@ -1,0 +1,230 @@
+"""Compiles the fixed-order kernels of a layer for GPUs without one, and says what the machine code does: `make gpu`.
+
+    python -m scripts.prove.gpu_layers                              # an H100, 16 and 64 rows
+    python -m scripts.prove.gpu_layers --chips a100 --rows 16,48,128
+
+Shapes of Llama 3 8B, bfloat16 and int8. For each call of a layer (`jaxspec.models.products_pallas`) it reads the PTX:
+every accumulator must be one chain of one instruction, of the same length for any number of rows, and no register may
+be spilled. Then it compiles whole layers: XLA may not sum anything between the embedding and the logits, and the bytes
+that are moved may exceed those of the matrices by 5 % at most. Nothing is run.
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxspec.core.records import Window
+from jaxspec.models import products_pallas as products
+from jaxspec.models.products_pallas import PreparedRows
+from jaxspec.models.quantized import Quantized
+from scripts.library import hlo, loops, thunks
+from scripts.prove import gpu
+
+HIDDEN, UNITS, HEADS, WIDTH, VOCAB = 4096, 14336, 8, 128, 128256
+QKV = 6144
+INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+INSTRUCTION_INPUTS = 16
+MAX_BYTES = 1.05
+"""The largest quotient of the bytes that layers move and those of their matrices, at 16 rows."""
+MAX_LAUNCHES = 9
+"""The largest number of launches of a layer: six kernels, and three in which XLA moves rows."""
+SUMS = ("dot", "reduce", "convolution", "reduce-window")
+
+
+class Call(NamedTuple):
+    """A call of a layer: a function, the shapes of its arguments, and the inputs of a chain in one iteration."""
+
+    function: Callable
+    arguments: tuple
+    inputs: int
+
+
+class Chains(NamedTuple):
+    """The instructions of a program's products, and the length of each chain of them in one iteration."""
+
+    instructions: set[str]
+    lengths: list[int]
+
+
+def read_chains(ptx: str) -> Chains:
+    """Reads which products of a program add to which: a chain begins where the sum is no earlier product's result."""
+    ends: dict[tuple[str, ...], int] = {}
+    instructions, lengths = set(), []
+    group = r"\{([^}]*)\}"
+    for found in re.finditer(rf"((?:mma|wgmma)\.\S+)\s*{group},\s*{group},\s*{group},\s*{group}", ptx):
+        result, _, _, added = (tuple(part.replace(" ", "").split(",")) for part in found.groups()[1:])
+        instructions.add(found[1])
+        chain = ends.pop(added, None)
+        if chain is None:
+            chain = len(lengths)
+            lengths.append(0)
+        lengths[chain] += 1
+        ends[result] = chain
+    return Chains(instructions, lengths)
+
+
+def calls(chip: str, rows: int) -> dict[str, Call]:
+    """Returns the calls of a layer with products, by name, for this number of rows."""
+    place = SingleDeviceSharding(gpu.devices(chip, False)[0])
+
+    def array(dtype: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    x, scale = array("float32", rows, HIDDEN), array("float32", HIDDEN)
+    tile = products.SEGMENTED_TILE.outputs
+    prepared = PreparedRows(array("bfloat16", rows, HIDDEN), array("float32", HIDDEN // tile, rows))
+    found = {}
+    for kind in ("bfloat16", "int8"):
+
+        def matrix(inputs: int, outputs: int, table: bool = False, kind: str = kind) -> Any:
+            if kind == "int8":
+                return Quantized(array("int8", outputs, inputs), array("float32", outputs))
+            return array("bfloat16", *((outputs, inputs) if table else (inputs, outputs)))
+
+        def plain(rows: Any, weight: Any) -> Any:
+            return products.multiply(rows, weight, epsilon=1e-5)
+
+        def table(rows: Any, weight: Any) -> Any:
+            return products.multiply(rows, weight, transposed=True)
+
+        def gated(rows: Any, weight: Any) -> Any:
+            return products.multiply_gated(rows, weight, "silu", epsilon=1e-5)
+
+        def added(rows: Any, weight: Any, x: Any, scale: Any) -> Any:
+            return products.multiply_add(rows, weight, x, scale)
+
+        inputs = {form: getattr(products, f"{form}_TILE").inputs for form in ("PLAIN", "GATED", "TABLE", "SEGMENTED")}
+        mixed, units = array("bfloat16", rows, HIDDEN), array("bfloat16", rows, UNITS)
+        found |= {
+            f"qkv, {kind}": Call(plain, (prepared, matrix(HIDDEN, QKV)), inputs["PLAIN"]),
+            f"out, {kind}": Call(added, (mixed, matrix(HIDDEN, HIDDEN), x, scale), inputs["SEGMENTED"]),
+            f"gate_up, {kind}": Call(gated, (prepared, matrix(HIDDEN, 2 * UNITS)), inputs["GATED"]),
+            f"down, {kind}": Call(added, (units, matrix(UNITS, HIDDEN), x, scale), inputs["SEGMENTED"]),
+            f"head, {kind}": Call(table, (mixed, matrix(HIDDEN, VOCAB, True)), inputs["TABLE"]),
+        }
+    return found
+
+
+def look_at_call(chip: str, name: str, rows: int) -> dict[str, Any]:
+    """Compiles a call, and returns its line of the table."""
+    call = calls(chip, rows)[name]
+    with tempfile.TemporaryDirectory() as folder:
+        done = jax.jit(call.function).lower(*call.arguments).compile({"xla_dump_to": folder})
+        ptx = [path for path in pathlib.Path(folder).glob("*.ptx") if ".version" in path.read_text()]
+        listing = next(pathlib.Path(folder).glob("*thunk_sequence.txt")).read_text()
+        report = "".join(map(assemble, ptx))
+        chains = read_chains("".join(path.read_text() for path in ptx))
+    memory = done.memory_analysis()
+    assert memory is not None
+    row = {
+        "chip": chip, "call": name, "rows": rows, "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
+        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", report))),
+        "chains": len(chains.lengths), "temporary_bytes": memory.temp_size_in_bytes, "wrong": [],
+    }  # fmt: skip
+    if chains.instructions != {INSTRUCTION}:
+        row["wrong"].append(f"instructions {sorted(chains.instructions)}")
+    if set(chains.lengths) != {call.inputs // INSTRUCTION_INPUTS}:
+        lengths = sorted(set(chains.lengths))
+        row["wrong"].append(f"chains of {lengths} products for {call.inputs} inputs of an iteration")
+    if row["spilled_bytes"]:
+        row["wrong"].append(f"{row['spilled_bytes']} bytes of registers are spilled")
+    if (count := launches(listing)) > 1:
+        row["wrong"].append(f"{count} launches")
+    return row
+
+
+def assemble(ptx: pathlib.Path) -> str:
+    """Returns what ptxas says about a program."""
+    target = re.findall(r"\.target (\w+)", ptx.read_text())[0]
+    root = pathlib.Path(__import__("nvidia.cuda_nvcc", fromlist=["cuda_nvcc"]).__path__[0])
+    command = [root / "bin" / "ptxas", "-v", f"-arch={target}", "-o", "/dev/null", ptx]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def launches(listing: str) -> int:
+    """Returns the number of launches of a program without loops."""
+    return sum(not thunks.NO_LAUNCH.fullmatch(thunk.kind) for thunk in thunks.read(listing))
+
+
+def sums_of_xla(parts: dict[str, list[hlo.Instruction]]) -> Iterator[str]:
+    """Yields what sums floating-point numbers in a program, other than Pallas kernels."""
+    for instructions in parts.values():
+        for one in instructions:
+            floating = re.match(r"\(?(f|bf)\d", one.type)
+            if (one.op in SUMS and floating) or (one.op == "custom-call" and not hlo.is_kernel(one)):
+                yield one.name
+
+
+def look_at_layers(chip: str, rows: int) -> dict[str, Any]:
+    """Compiles layers between embedding and logits, and returns their line of the table."""
+    counts, parts, matrices = [], {}, 0
+    place = SingleDeviceSharding(gpu.devices(chip, False)[0])
+    shape: Any = jax.ShapeDtypeStruct
+    window = Window(shape((1, rows), "int32"), shape((1, rows), "int32"), shape((1, rows, rows), "bool"))
+    for layers in (2, 3):
+        lm = loops.llama(layers).with_execution(attention="pallas", products="pallas", platform="gpu")
+        cache = jax.eval_shape(lambda lm=lm: lm.init_cache(1, 2048))
+        params = loops.shapes(lm, False)
+
+        def run(params: Any, window: Window, cache: Any, lm: Any = lm) -> Any:
+            features, entries = lm.apply(params, window, cache)
+            return lm.head(params, features), entries
+
+        arguments = jax.tree.map(lambda a: shape(a.shape, a.dtype, sharding=place), (params, window, cache))
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_gpu_enable_command_buffer": ""}
+            done = jax.jit(run).lower(*arguments).compile(options)
+            counts.append(launches(next(pathlib.Path(folder).glob("*thunk_sequence.txt")).read_text()))
+        parts = hlo.computations(done.as_text() or "")
+        matrices = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params | {"embed": ()}))
+    row = {
+        "chip": chip, "call": "layers", "rows": rows, "launches_of_a_layer": counts[1] - counts[0],
+        "launches_of_the_rest": 3 * counts[0] - 2 * counts[1],
+        "bytes_of_the_matrices": hlo.moved(parts, "ENTRY") / matrices,
+        "wrong": [f"XLA sums in {name}" for name in sums_of_xla(parts)],
+    }  # fmt: skip
+    if row["launches_of_a_layer"] > MAX_LAUNCHES:
+        row["wrong"].append(f"a layer is {row['launches_of_a_layer']} launches, at most {MAX_LAUNCHES} are expected")
+    if rows <= products.ROW_TILE and row["bytes_of_the_matrices"] > MAX_BYTES:
+        row["wrong"].append(f"{row['bytes_of_the_matrices']:.3f} of the bytes of the matrices are moved")
+    return row
+
+
+def shown(row: dict[str, Any]) -> str:
+    """Returns a line of the table as text."""
+    figures = ", ".join(
+        f"{key.replace('_', ' ')} {value:.3f}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value}"
+        for key, value in row.items()
+        if key not in ("chip", "call", "rows", "wrong")
+    )
+    words = "; ".join(row["wrong"]) or "all as it should be"
+    return f"{row['chip']:4} {row['call']:18} {row['rows']:3} rows: {figures}; {words}"
+
+
+def main() -> int:
+    jax.config.update("jax_platforms", "cpu")  # a compiler needs no device
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chips", default="h100")
+    parser.add_argument("--rows", default="16,64")
+    arguments = parser.parse_args()
+    wrong = False
+    for chip in arguments.chips.split(","):
+        for rows in map(int, arguments.rows.split(",")):
+            looks = [lambda name=name: look_at_call(chip, name, rows) for name in calls(chip, rows)]  # noqa: B023
+            for look in (*looks, lambda: look_at_layers(chip, rows)):  # noqa: B023
+                row = look()
+                print(shown(row), flush=True)
+                wrong |= bool(row["wrong"])
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
