@@ -221,7 +221,7 @@ def test_a_killed_download_is_removed_by_the_next_but_not_while_pip_goes_on(tiny
         "(folder / 'large').write_bytes(bytes(1 << 20))\n"
         f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): time.sleep(0.02)\n",
     )
-    imports = "from jaxspec.storage import download\nfrom jaxspec.checkpoints.presets import Weights\n"
+    imports = "from jaxspec.storage import download\nfrom jaxspec.checkpoints.presets import PresetWeights\n"
     code = f"{imports}download.fetch_file({tiny!r})"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(fake), os.environ.get("PYTHONPATH", "")])}
     cache = tmp_path / "cache" / "presets" / "tiny"

@@ -262,7 +262,7 @@ def test_trees():
     assert parse_tree("0-0-0,0-1,1") == jaxspec.from_paths([(0, 0, 0), (0, 1), (1,)])
     assert parse_tree("0,1") == jaxspec.branching(2)
     for spec in ("", "0", "4x0", "4x", "0-", "-1", "a", "999x999x999", "0 x 2", "٣"):
-        with pytest.raises(UsageError, match="Write either"):
+        with pytest.raises(UsageError, match="Write the number of children"):
             parse_tree(spec)
 
 
@@ -293,7 +293,7 @@ def test_debug_shows_the_traceback(generate):
 
 
 def test_unforeseen_failures_name_their_kind(generate, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("two\nlines")
 
     monkeypatch.setattr(show, "load_model", fail)

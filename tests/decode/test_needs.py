@@ -107,8 +107,8 @@ class Bare:
     ("needs", "message"),
     [
         ((), "needs of the drafter Bare must be a jaxspec.core.drafter.Needs, got ()"),
-        (Needs(prompts=2), "Bare has no spell, summary, read_prompt"),
-        (Needs(answers=True), "Bare has no remember"),
+        (Needs(prompts=2), "Bare must have spell, summary, read_prompt"),
+        (Needs(answers=True), "Bare must have remember"),
         (lambda: Needs(taps=[1]), "taps must be a tuple of layer numbers, got [1]"),  # pyright: ignore[reportArgumentType]
         (lambda: Needs(observed=-1), "observed must be a whole number from 0"),
         (lambda: Needs(prompts=-1), "prompts must be a whole number from 0"),

@@ -77,8 +77,8 @@ def watched(monkeypatch, seen):
 
         return drawn
 
-    for name in ("gumbel", "fresh", "uniform"):
-        monkeypatch.setattr(noises, name, noting(name, getattr(noises, name)))
+    for name in ("draw_gumbel", "draw_fresh", "draw_uniform"):
+        monkeypatch.setattr(noises, name, noting(name.removeprefix("draw_"), getattr(noises, name)))
 
 
 @pytest.mark.parametrize("name", ["coupled", "rejection", "deterministic"])

@@ -467,7 +467,7 @@ def test_what_does_not_fit_is_refused():
         say(heads=heads("dspark, rnn"), tree=branching(8))
     with pytest.raises(InvalidConfig, match="dynamic tree keeps only the most likely"):
         say(heads=heads("dspark"), tree=dynamic(2, 2, 4), rule="rejection")
-    with pytest.raises(InvalidConfig, match="taps must be 2 layers"):
+    with pytest.raises(InvalidConfig, match="taps must be 2 numbers of target layers"):
         say(heads=heads("dflash"), drafter_options={"taps": (1, 2, 3)})
     config = dataclasses.replace(CONFIGS["dflash"], decoder=dataclasses.replace(TWO, vocab_size=14))
     with pytest.raises(ShapeMismatch, match="a vocabulary of 14"):

@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused():
             build(model(), pard_token=token)
     with pytest.raises(InvalidConfig, match=f"from 0 to {V - 1}, got {V}"):
         build(model(settings={"pard_token": V}))
-    with pytest.raises(VocabMismatch, match=f"toy has {V + 1} tokens and toy {V}"):
+    with pytest.raises(VocabMismatch, match=f"toy has {V + 1} tokens and toy has {V}"):
         build(model(V + 1, settings={"pard_token": 1}))
     with pytest.raises(InvalidConfig, match="a tree of at least one drafted token"):
         build(named, chain(0))

@@ -37,7 +37,7 @@ def test_they_are_built_where_there_is_a_compiler():
 # --- why they are missing -------------------------------------------------------------------------------------------
 
 ROOT = pathlib.Path(library.__file__).parents[2]
-HERE = "import jaxspec.kernels.library as library; print(library.describe())"
+HERE = "import jaxspec.kernels.library as library; print(library.describe_kernels())"
 MACHINES = ("x86_64", "AMD64", "arm64", "aarch64", "riscv64", "ppc64le")
 RECORDED = "command 'g++' failed: No such file or directory"
 
@@ -120,7 +120,7 @@ def test_a_checkout_says_that_it_is_one_and_why_a_build_failed(checkout):
 
 
 def test_they_can_be_turned_off():
-    code = "from jaxspec.kernels import library; print(library.available(), library.describe())"
+    code = "from jaxspec.kernels import library; print(library.kernels_available(), library.describe_kernels())"
     environment = os.environ | {library.VARIABLE: "0"}
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout == f"False none ({library.VARIABLE}=0)\n"
