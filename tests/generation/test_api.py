@@ -549,7 +549,7 @@ ERRORS = {
     "drafter": (UnknownName, {"drafter": "promt-lookup"}, ["drafter 'promt-lookup'", "'prompt-lookup'?"]),
     "rule": (UnknownName, {"rule": "coupld"}, ["rule 'coupld'", "mean 'coupled'?"]),
     "no draft": (MissingDraft, {"drafter": "model", "draft": None}, ["needs a draft model", "draft=..."]),
-    "draft length 0": (InvalidConfig, {"drafter": "model", "tree": 0}, ["at least 1"]),
+    "draft length 0": (InvalidConfig, {"drafter": "model", "tree": 0}, ["at least one drafted token"]),
     "lookup of a tree": (
         InvalidConfig,
         {"drafter": "prompt-lookup", "tree": branching(2, 1)},

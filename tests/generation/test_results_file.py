@@ -238,12 +238,13 @@ def test_the_draft_is_part_of_the_job_where_it_decides_the_text(tmp_path):
 DESCRIBED = {
     "dflash": "187f74eaedca53d6", "dynamic": "8144dc2f7b8011ae", "eagle": "834be09a152943c3",
     "early-exit": "c2d8697688756e4e", "medusa": "91d205aab697366c", "model": "53d1f2f8df9870fa",
-    "none": "9c830e09e8b54c4a", "pard": "d825e9b9c5daaef9", "prompt-lookup": "d85449c7ef73261f",
-    "recycling": "612e527240f6cc6a", "rule block": "ec235e7eb186d2a5", "rule coupled": "a366bac8b6c55a51",
+    "none": "9c830e09e8b54c4a", "pard": "d825e9b9c5daaef9", "prompt-lookup": "78021c8771b43e38",
+    "recycling": "1f1048ccf31a2625", "rule block": "ec235e7eb186d2a5", "rule coupled": "a366bac8b6c55a51",
     "rule deterministic": "fb97f6e714ce4e35", "rule lossy-cascade": "e4aa87ddb595a6c2",
     "rule lossy-lenient": "c2ca096857097ff5", "rule lossy-typical": "c1b3d9a00cbae76a",
     "rule rejection": "cb076dfeccd6dec9", "rule traversal": "0fc678726720255c",
-    "schedule adaptive": "1f8148c055c4c12f", "schedule confidence": "f35e0f3c344d1744",
+    "schedule adaptive": "1f8148c055c4c12f", "schedule best-width": "e08802b9596b28a1",
+    "schedule confidence": "f35e0f3c344d1744",
     "schedule constant": "e6a2cb415ea64d00", "schedule plus-minus": "0e4ac12fa6503f5f", "target": "34ee1230d05cd0ea",
 }  # fmt: skip
 """Digests of descriptions that results files hold. Where a class has moved, `fingerprint` knows its earlier name."""
