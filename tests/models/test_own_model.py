@@ -142,7 +142,7 @@ def test_a_network_that_holds_arrays_is_refused():
     class Holding(Network):
         table: object = None
 
-    with pytest.raises(InvalidConfig, match=r"must be hashable, Holding is not .*pass the arrays as params"):
+    with pytest.raises(InvalidConfig, match=r"must be hashable, .*Holding is not .*pass the arrays as params"):
         jaxspec.Model(Holding(table=np.zeros(3)), {})
 
 

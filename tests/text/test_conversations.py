@@ -204,7 +204,7 @@ def test_what_cannot_be_learnt_from_is_reported():
     assert "expected 1 to 3" in tokenized.encode_training_prompts(target, [silent], 3)[1][0].why
     forgetful = "{{ messages[-1].content }}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     odd = dataclasses.replace(target, chat_template=ChatTemplate(forgetful))
-    assert "rewrites earlier messages" in tokenized.encode_texts(odd, [Conversation(TURNS, None, "here")])[1][0].why
+    assert "changes earlier messages" in tokenized.encode_texts(odd, [Conversation(TURNS, None, "here")])[1][0].why
     plain = Conversation((), "abcdef", "here")
     (found,), _ = tokenized.encode_texts(target, [plain])
     assert found.mask.all()
