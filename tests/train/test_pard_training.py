@@ -428,7 +428,7 @@ def test_models_that_cannot_be_trained_are_refused_at_once(prompts, start, tmp_p
             InvalidConfig,
             f"pard_token must be a whole number from 0 to {V - 1}, got {V}",
         ),
-        (lambda: SETTINGS.trainee(target(), longer), VocabMismatch, f"longer has {V + 1} tokens and tiny {V}"),
+        (lambda: SETTINGS.trainee(target(), longer), VocabMismatch, f"longer has {V + 1} tokens and tiny has {V}"),
         (
             lambda: SETTINGS.trainee(target(), dataclasses.replace(draft(), settings=second)),
             InvalidConfig,

@@ -205,7 +205,7 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
         held_out=0.5,
     )
     more = trainees.write_prompts(tmp_path / "more.jsonl", 25)
-    with pytest.raises(TrainingError, match="holds answers made with other prompts: go on"):
+    with pytest.raises(TrainingError, match="holds answers made with other prompts: use the same values"):
         train(trainees.target(), more, other, data=whole)
     assert not (other / "checkpoints").exists()
 
