@@ -197,7 +197,7 @@ def test_a_folder_is_bound_by_what_was_made_with_a_setting(run, prompts, tmp_pat
         answer_tokens=12,
     )
     other = tmp_path / "other"
-    refused(r"answers holds answers made with answer_tokens=24, now 12: use the same values", other, whole, answer_tokens=12)
+    refused(r"answers holds answers made with answer_tokens=24, now 12: use the same", other, whole, answer_tokens=12)
     refused(
         r"features holds features made with held_out=0.2, now 0.5: remove the folders features and held-out",
         other,
