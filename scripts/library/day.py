@@ -32,7 +32,7 @@ SAVE_S = 2.0
 GRACE_S = 5.0
 """Seconds between the request to end and the end by force of a part that is out of time."""
 SPARE_TIMES = 1.5
-"""The largest share of its limit that a part gets, from time that earlier parts left unused."""
+"""How many times its limit a part may take, if earlier parts left time unused."""
 LEAST_S = 15.0
 """Seconds below which a part is not begun: importing JAX and compiling one program takes longer."""
 

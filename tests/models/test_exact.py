@@ -15,6 +15,7 @@ from helpers import toys
 from jaxspec.backend import command_buffer, exact_products
 from jaxspec.core.records import Window
 from jaxspec.core.topology import chain
+from jaxspec.decode import target_call
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import attention_pallas, transformer
@@ -136,7 +137,7 @@ def test_needed_options_are_kept_if_others_are_unknown():
 
 
 def test_deeper_trees_than_attention_sums_are_refused():
-    assert transformer.EXACT_PATH == attention_pallas.GROUP_TOKENS
+    assert transformer.EXACT_PATH == attention_pallas.GROUP_TOKENS == target_call.MAX_PATH
     target = toys.transformer().with_execution(exact=True, platform="gpu")
     toys.decoder(target, PromptLookup(chain(31)))
     with pytest.raises(
