@@ -42,7 +42,7 @@ CONFIG = tiny_config(vocab_size=264)
 PARAMS = random_params(CONFIG)
 LM = toys.transformer(num_layers=1)
 TARGET = jaxspec.Model(LM, LM.init_params(jax.random.key(0)))
-SECONDS, MEGABYTES, HEAD = 5, 256, 1 << 12
+SECONDS, MEGABYTES, HEAD = 30, 256, 1 << 12
 """What reading a mutant may take of the processor and of memory; the first bytes of a file, which are damaged most."""
 LETTERS = string.ascii_letters + string.digits + "._-/"
 CHAT = "{% for m in messages %}{{ bos_token }}{{ m['content'] }}{% endfor %}"
@@ -238,7 +238,7 @@ def survives(use, path: pathlib.Path, what: str) -> bool:
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error!s:.200}") from error
     assert time.process_time() - start < SECONDS, what
-    assert time.monotonic() - begun < 20 * SECONDS, what  # nor does it wait for anything
+    assert time.monotonic() - begun < 4 * SECONDS, what  # nor does it wait for anything
     assert memory("VmHWM") - before < MEGABYTES, what
     return fine
 

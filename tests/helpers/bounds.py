@@ -6,10 +6,11 @@ import tracemalloc
 
 
 @contextlib.contextmanager
-def bounded(seconds: float = 5.0, memory: int = 256 << 20):
+def bounded(seconds: float = 30.0, memory: int = 256 << 20):
     """Fails if what runs inside takes long or much memory (of Python and numpy; files are mapped).
 
-    Processor time of this process is counted, so that other work on the machine fails no test.
+    Processor time of this process is counted, so that other work on the machine fails no test. The default is several
+    times what the slowest reader takes on a slow machine: a fault that these limits find takes minutes or gigabytes.
     """
     tracemalloc.start()
     start = time.process_time()
