@@ -397,6 +397,21 @@ def gtest(values: Values) -> str:
     )  # fmt: skip
 
 
+def product_shapes(values: Values) -> str:
+    what = {
+        "plain": "product", "table": "product with a table", "gated": "gated product", "add": "product and residual",
+        "norm": "norm",
+    }  # fmt: skip
+    rows = [
+        [what[call], str(line["shapes"]), f"{line['largest']:.2f}", f"{line['mean']:.2f}",
+         f"{line['same_bits']} of {line['shapes']}"]
+        for call, line in values["calls"].items()
+    ]  # fmt: skip
+    headings = ["kernel", "random shapes", "largest difference from XLA's form, of what rounding explains",
+                "largest mean difference", "last row has the bits of the same row alone"]  # fmt: skip
+    return table(headings, rows)
+
+
 def mutants(values: Values) -> str:
     return table(
         ["bugs of other systems, reintroduced", "found by the tests"], [[str(values["bugs"]), str(values["found"])]]
@@ -493,4 +508,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
+    "product-shapes": product_shapes,
 }  # fmt: skip
