@@ -24,25 +24,29 @@ OPTIONS: Mapping[str, Any] = {
 tile computes 32 outputs of 16 rows; in products of 64 rows or more, 16 outputs of 32 rows."""
 
 
-def options(platform: str) -> Mapping[str, Any]:
-    """Returns the compiler options for a platform; only a GPU has any."""
-    return OPTIONS if platform == "gpu" else {}
+PALLAS_OPTIONS: Mapping[str, Any] = {"xla_allow_excess_precision": False}
+"""The options for networks whose products run in Pallas: the operations between the kernels are rounded as written."""
 
 
-def check() -> None:
+def options(products: str) -> Mapping[str, Any]:
+    """Returns the compiler options for products in Pallas ("pallas") or by XLA ("xla")."""
+    return PALLAS_OPTIONS if products == "pallas" else OPTIONS
+
+
+def check(options: Mapping[str, Any]) -> None:
     """Checks that this XLA knows the options, by compiling a function of one number.
 
     Raises:
         InvalidConfig: XLA does not know an option, or the environment variable XLA_FLAGS sets one.
     """
     given = os.environ.get("XLA_FLAGS", "")
-    for name in OPTIONS:
+    for name in options:
         if name in given:
             raise InvalidConfig(f"exact=True sets XLA's option {name}; remove it from XLA_FLAGS")
     try:
-        jax.jit(lambda number: number + 1).lower(1.0).compile(dict(OPTIONS))
+        jax.jit(lambda number: number + 1).lower(1.0).compile(dict(options))
     except jax.errors.JaxRuntimeError as error:
-        unknown = next((name for name in OPTIONS if name in str(error)), None)
+        unknown = next((name for name in options if name in str(error)), None)
         if unknown is None:
             raise
         raise InvalidConfig(

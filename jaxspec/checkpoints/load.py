@@ -73,11 +73,11 @@ def load(
         attention: "xla" for XLA's own operations, or "pallas" for one kernel per layer on one TPU or GPU. On an H200
             the kernel was slower for one row and faster for 16 rows; see docs/gpu.md.
         exact: True to require that the bits of a text do not depend on the drafter, its tree or the batch, or to refuse
-            the model. On a CPU this requires the CPU kernels. On a GPU, XLA's products then run in one fixed order, and
-            attention runs in Pallas; this has not been measured on a GPU yet, see docs/gpu.md. None to use the fastest
-            form.
-        report: called with a line of text on each step of a download, and if parts of the file are left out, such as
-            encoders of images; None for a warning.
+            the model. On a CPU this requires the CPU kernels. On a GPU, attention and products then run in Pallas, or
+            products by XLA in one fixed order if a size of the network has no Pallas kernel; the model's `repr` says
+            which. Neither form has been measured on a GPU yet, see docs/gpu.md. None to use the fastest form.
+        report: called with a line of text on each step of a download, if `exact` leaves products to XLA, and if parts
+            of the file are left out, such as encoders of images; None for a warning about such parts.
         progress: called with (parameters read, total parameters, name of the parameter).
 
     Returns:
@@ -108,7 +108,7 @@ def load(
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
         attention_pallas.check_pallas(sharding.platform_of(mesh), activation_dtype(dtype), checkpoint.config.head_dim)
-    execution = resolve_exact(execution, exact, dtype, checkpoint.config.head_dim, sharding.platform_of(mesh))
+    execution = resolve_exact(execution, exact, dtype, checkpoint.config, sharding.platform_of(mesh), report)
     if exact and mesh is not None and mesh.size > 1 and sharding.platform_of(mesh) != "cpu":
         raise InvalidConfig(f"exact=True is for one device, got a mesh of {mesh.size}; leave it out")
     if (note := describe_left_out(checkpoint)) is not None:

@@ -1,11 +1,14 @@
-"""The argument `exact` of `load`: on which platforms, and for which types, bits do not depend on the drafter."""
+"""The argument `exact` of `load`: on which platforms, and for which networks, bits do not depend on the drafter."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from jaxspec.backend import exact_products
 from jaxspec.core.checks import flag
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import describe_kernels
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.execution import Execution
 
 GPU_WEIGHTS = ("bfloat16", "int8")
@@ -14,21 +17,30 @@ CACHE = "bfloat16"
 """The type of the caches of models with such weights."""
 
 
-def resolve_exact(execution: Execution, exact: bool | None, dtype: str, head_dim: int, platform: str) -> Execution:
+def resolve_exact(
+    execution: Execution,
+    exact: bool | None,
+    dtype: str,
+    config: ModelConfig,
+    platform: str,
+    report: Callable[[str], Any] | None = None,
+) -> Execution:
     """Returns how a network runs with the argument `exact` of `load`.
 
-    On a CPU, the kernels are exact. On a GPU, products of XLA are exact with compiler options of their own
-    (`jaxspec.backend.exact_products`), and attention runs in Pallas; `Execution.resolve` chooses these forms.
+    On a CPU, the kernels are exact. On a GPU, attention runs in Pallas. The products of a layer also run in Pallas if
+    there are kernels for the network's sizes (`find_gap`). Otherwise they are products of XLA with compiler options of
+    their own (`jaxspec.backend.exact_products`). The choice is the field `products` of the result.
 
     Args:
         execution: how the network runs without the argument.
         exact: the user's choice; None and False change nothing.
         dtype: the type of the weights, as in `load`.
-        head_dim: the width of the network's heads.
+        config: the network's configuration.
         platform: the platform of the devices.
+        report: called with a line of text if products are left to XLA.
 
     Raises:
-        InvalidConfig: the same bits cannot be promised on this platform or for this type; the message says why.
+        InvalidConfig: the same bits cannot be promised on this platform or for this network; the message says why.
     """
     if exact is None or not flag("exact", exact):
         return execution
@@ -44,6 +56,32 @@ def resolve_exact(execution: Execution, exact: bool | None, dtype: str, head_dim
         raise InvalidConfig(f"exact=True on a GPU needs weights in {' or '.join(GPU_WEIGHTS)}, got {dtype}")
     from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
-    attention_pallas.check_pallas(platform, CACHE, head_dim)
-    exact_products.check()
-    return dataclasses.replace(execution, exact=True)
+    attention_pallas.check_pallas(platform, CACHE, config.head_dim)
+    gap = find_gap(config)
+    if gap is not None and report is not None:
+        report(f"exact=True leaves the products to XLA: {gap}")
+    products = "xla" if gap else "pallas"
+    found = dataclasses.replace(execution, exact=True, products=products)
+    exact_products.check(exact_products.options(products))
+    return found
+
+
+def find_gap(config: ModelConfig) -> str | None:
+    """Returns why there are no products in Pallas for a network of these sizes, in one line; None if there are."""
+    from jaxspec.models.layer_calls_pallas import check_sizes  # a third of a second
+
+    try:
+        check_sizes(config)
+    except InvalidConfig as error:
+        return str(error)
+    return None
+
+
+def describe_exact(execution: Execution) -> str | None:
+    """Returns in which form a network with `exact=True` runs; None for another network."""
+    if not execution.exact:
+        return None
+    resolved = execution.resolve()
+    if not resolved.on_gpu:
+        return "exact"
+    return "exact, products in Pallas" if resolved.products == "pallas" else "exact, products by XLA"

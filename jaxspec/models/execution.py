@@ -26,10 +26,10 @@ class Execution:
             stores bfloat16 differently on a GPU, and attention reads the cache in larger blocks there.
         products: "xla" for XLA's own operations or the CPU kernels around attention, or "pallas" for kernels on a GPU,
             in which the bits of a row do not depend on the other rows; see `jaxspec.models.layer_calls`. It needs
-            `attention="pallas"`. No real GPU has run these kernels yet.
+            `attention="pallas"` or `exact`. No real GPU has run these kernels yet.
         exact: whether the bits of a row must not depend on how many rows and tokens a call has. `resolve` then chooses
-            the forms of operations for which this holds. `jaxspec.models.exact.resolve_exact` refuses what it cannot
-            hold for.
+            the forms of operations for which this holds. `jaxspec.models.exact.resolve_exact` chooses `products`, and
+            refuses what the promise cannot hold for.
 
     Raises:
         InvalidConfig: there is no attention or there are no products of this name, or several devices would share a
@@ -50,7 +50,7 @@ class Execution:
                 f"attention='pallas' is for layers on one device, got layers split over {self.shards}; use 'xla'"
             )
         one_of("products", self.products, PRODUCT_KINDS)
-        if self.products == "pallas" and self.attention != "pallas":
+        if self.products == "pallas" and self.attention != "pallas" and not self.exact:
             raise InvalidConfig(f"products='pallas' needs attention='pallas', got {self.attention!r}")
         if self.exact and self.shards > 1:
             raise InvalidConfig(f"exact=True is for layers on one device, got {self.shards}; leave it out")
@@ -63,13 +63,17 @@ class Execution:
     def resolve(self) -> "Execution":
         """Returns the record with a platform, without kernels that are not available, and with exact forms if `exact`.
 
-        No other code chooses exact forms: a platform with a new form needs a change only here.
+        No other code chooses exact forms by platform: a platform with a new form needs a change only here.
         """
         platform = default_platform() if self.platform is None else self.platform
         attention = "pallas" if self.exact and platform == "gpu" else self.attention
+        products = "xla" if self.exact and platform != "gpu" else self.products
         kernels = self.kernels and kernels_available()
-        return dataclasses.replace(self, kernels=kernels, platform=platform, attention=attention)
+        return dataclasses.replace(self, kernels=kernels, platform=platform, attention=attention, products=products)
 
     def of_head(self) -> "Execution":
-        """Returns how draft heads run beside this network: on the same platform, each layer whole, by XLA."""
-        return dataclasses.replace(self, shards=1, attention="xla", products="xla")
+        """Returns how draft heads run beside this network: on the same platform, each layer whole, by XLA.
+
+        What heads propose does not change the bits of a text, so they are not exact.
+        """
+        return dataclasses.replace(self, shards=1, attention="xla", products="xla", exact=False)

@@ -13,12 +13,32 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxspec.core.records import KV, Cache
+from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_pallas as products
 from jaxspec.models.attention import attend
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.execution import Execution
 from jaxspec.models.packed import Matrix
 from jaxspec.models.products_pallas import PreparedRows, padded_rows
 from jaxspec.models.rows import Linear, Norm
+
+
+def check_sizes(config: ModelConfig) -> None:
+    """Raises InvalidConfig if there is no kernel for a call of a network of these sizes; the message says why."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "num_heads * head_dim": config.num_heads * config.head_dim,
+        "num_kv_heads * head_dim": config.num_kv_heads * config.head_dim,
+    }
+    for name, size in sizes.items():
+        if size % products.MIN_TILE:
+            raise InvalidConfig(
+                f"products='pallas' needs a multiple of {products.MIN_TILE} for {name}, got {size}; use 'xla'"
+            )
+    for rope in filter(None, (config.rope, config.window_rope)):
+        products.check_rotation((config.head_dim if rope.width is None else rope.width) // 2)
 
 
 class PallasInput(NamedTuple):

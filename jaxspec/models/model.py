@@ -10,6 +10,8 @@ import jax
 from jaxspec.core.networks import NETWORK_MEMBERS, LanguageModel, need_members
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source, shown
+from jaxspec.models.exact import describe_exact
+from jaxspec.models.execution import Execution
 from jaxspec.models.packed import is_packed, stored_types
 from jaxspec.text.chat import ChatTemplate
 from jaxspec.text.messages import check_tools, check_variables
@@ -50,6 +52,8 @@ class Model:
         size = sum(math.prod(leaf.shape) for leaf in leaves)
         kinds = sorted({kind for leaf in leaves for kind in stored_types(leaf)})
         parts = [type(self.lm).__name__, f"{size / 1e6:.1f} M parameters", ", ".join(kinds)]
+        execution = getattr(self.lm, "execution", None)
+        parts += [describe_exact(execution)] if isinstance(execution, Execution) else []
         parts += ["tokenizer"] * (self.tokenizer is not None) + ["chat template"] * (self.chat_template is not None)
         return f"Model({self.name!r}, {', '.join(filter(None, parts))})"
 

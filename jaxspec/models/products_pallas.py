@@ -328,8 +328,7 @@ def split_heads(
         InvalidConfig: the number of rotated values of a head is not a power of two.
     """
     batch, _, tokens, half = rotation[0].shape
-    if half & (half - 1):
-        raise InvalidConfig(f"products='pallas' rotates a power of two of values of a head, got {2 * half}; use 'xla'")
+    check_rotation(half)
     groups = projected.shape[1] // width // shared - 2
 
     def kernel(queries_ref: Any, keys_ref: Any, values_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
@@ -373,6 +372,12 @@ def split_heads(
         interpret=interpret,
         name="split_heads",
     )(*[projected] * 3, *(part.reshape(batch * tokens, half) for part in rotation), *scales)
+
+
+def check_rotation(half: int) -> None:
+    """Raises InvalidConfig if there is no kernel that rotates twice this number of values of a head."""
+    if half & (half - 1):
+        raise InvalidConfig(f"products='pallas' rotates a power of two of values of a head, got {2 * half}; use 'xla'")
 
 
 class _Product:

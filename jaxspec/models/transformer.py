@@ -144,7 +144,7 @@ class TransformerLM:
     @property
     def compiler_options(self) -> Mapping[str, Any]:
         """XLA's options for programs that call the network; see `jaxspec.core.networks.CompiledTarget`."""
-        return exact_products.OPTIONS if self._exact_on_gpu else {}
+        return exact_products.options(self.execution.products) if self._exact_on_gpu else {}
 
     @property
     def max_exact_depth(self) -> int | None:
@@ -182,7 +182,8 @@ class TransformerLM:
         added: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T F"], KV]:
         """Reads a window; see `LanguageModel`. `added` is added to the embeddings of the window's tokens."""
-        if not self._exact_on_gpu or window.tokens.size > 1:
+        twice = self._exact_on_gpu and self.execution.products == "xla" and window.tokens.size == 1
+        if not twice:
             return self._module(params)(window, cache, past, self.layers, self.taps, added)
         # XLA:GPU has other kernels for the norms of one row than for the norms of several rows.
         added = None if added is None else jnp.repeat(added, 2, 1)

@@ -33,5 +33,5 @@ def apply(lm: Any, dtype: str) -> Any:
         InvalidConfig: this machine cannot promise the same bits.
     """
     platform = jax.default_backend()
-    execution = resolve_exact(lm.execution.resolve(), True, dtype, lm.config.head_dim, platform)
+    execution = resolve_exact(lm.execution.resolve(), True, dtype, lm.config, platform)
     return dataclasses.replace(lm, execution=execution)

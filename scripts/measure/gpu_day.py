@@ -73,7 +73,7 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
              "--exact", "both", "--report-only", *bits, needs=needs),
         part("exact-widths", 85, "what does a round cost by width, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "widths", *rounds),
-        part("pallas-products", 50, "what does a round cost with products in Pallas?", "measure.rounds",
+        part("exact-products", 50, "what does a round cost with exact products by XLA?", "measure.rounds",
              "--exact", "both", "--parts", "products", *few_layers),
         part("exact-drafters", 130, "what does a round cost by drafter, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "drafters", "--at-once", "14", *rounds),

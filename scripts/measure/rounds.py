@@ -68,7 +68,7 @@ class Case:
         rows: the batch.
         temperature: of all rows.
         attention: see `jaxspec.load`.
-        products: see `jaxspec.models.execution.Execution`.
+        products: "xla" to leave the products of an exact target to XLA, though there are Pallas kernels for them.
         captured: whether loops are captured in a command buffer.
         exact: whether the target runs as after `jaxspec.load(..., exact=True)`.
     """
@@ -79,7 +79,7 @@ class Case:
     rows: int = 1
     temperature: float = 0.0
     attention: str = "xla"
-    products: str = "xla"
+    products: str = "pallas"
     captured: bool = True
     exact: bool = False
 
@@ -87,10 +87,9 @@ class Case:
         """Returns the same case with `exact=True`."""
         return dataclasses.replace(self, name=f"{self.name}, exact", exact=True)
 
-    def made_of_pallas(self) -> "Case":
-        """Returns the same case with the kernels of `jaxspec.models.products_pallas`."""
-        name = f"{self.name}, products in Pallas"
-        return dataclasses.replace(self, name=name, attention="pallas", products="pallas")
+    def made_exact_by_xla(self) -> "Case":
+        """Returns the same case with `exact=True` and products of XLA (`jaxspec.backend.exact_products`)."""
+        return dataclasses.replace(self, name=f"{self.name}, exact, products by XLA", exact=True, products="xla")
 
 
 PLAIN = Case("plain")
@@ -124,13 +123,15 @@ def parts(names: list[str], widths: Sequence[int], forms: Sequence[bool]) -> dic
             Case("width 8, attention in Pallas", 8, rows=16, attention="pallas"),
         ],
         "sampled": [Case("plain", temperature=0.8), Case(CHAIN, CHAIN, temperature=0.8)],
-        "products": [*few, *(case.made_of_pallas() for case in few)],
+        "products": [*few, *(case.made_exact_by_xla() for case in few)],
     }  # fmt: skip
     return {name: list(itertools.chain(*(in_forms(case, forms) for case in cases))) for name, cases in own.items()}
 
 
 def in_forms(case: Case, forms: Sequence[bool]) -> list[Case]:
     """Returns a case in these forms; exactness decides the attention and how loops are compiled."""
+    if case.exact:
+        return [case] if True in forms else []
     found = [case] if False in forms else []
     if True in forms and case.attention == "xla" and case.captured:
         found.append(case.made_exact())
@@ -179,8 +180,9 @@ class Bench:
 
     def lowered(self, case: Case) -> tuple[Callable[[], Callable], Weights, Callable[[], State]]:
         """Returns functions that compile the loop and make the state of prompts of one token, and the weights."""
-        target = self.lm.with_execution(attention=case.attention, products=case.products)
+        target = self.lm.with_execution(attention=case.attention)
         target = exact.apply(target, "int8" if case.int8 else "bfloat16") if case.exact else target
+        target = target.with_execution(products="xla") if case.products == "xla" else target
         drafter, weights = self.weights(case)
         decoder = jaxspec.Decoder(target, drafter, Coupled(), widths=())
         rows = case.rows

@@ -19,10 +19,16 @@ from jaxspec.decode import target_call
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import attention_pallas, transformer
-from jaxspec.models.exact import resolve_exact
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.exact import find_gap, resolve_exact
 from jaxspec.models.execution import Execution
+from jaxspec.models.rope import Rope
 
 pytestmark = pytest.mark.quick
+
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=128, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +55,12 @@ def no_flags(monkeypatch):
 
 
 def resolve(exact: bool | None = True, execution: Execution = Execution(), **changes) -> Execution:
-    arguments: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 64, "platform": "gpu"} | changes
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "config": CONFIG, "platform": "gpu"} | changes
     return resolve_exact(execution, exact, **arguments)
+
+
+def config(**changes) -> ModelConfig:
+    return dataclasses.replace(CONFIG, **changes)
 
 
 def test_without_it_nothing_changes():
@@ -65,11 +75,81 @@ def test_a_cpu_uses_its_kernels_or_refuses():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_gpu_uses_attention_in_pallas(dtype):
+def test_a_gpu_uses_attention_and_products_in_pallas(dtype):
     found = resolve(dtype=dtype)
+    assert found == Execution(exact=True, products="pallas")
+    there, here = (dataclasses.replace(found, platform=platform).resolve() for platform in ("gpu", "cpu"))
+    assert (there.attention, there.products) == ("pallas", "pallas")
+    assert (here.attention, here.products) == ("xla", "xla")
+    assert found.of_head() == Execution()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 50257}, "a multiple of 16 for vocab_size, got 50257; use 'xla'"),
+        ({"hidden_size": 100}, "a multiple of 16 for hidden_size, got 100; use 'xla'"),
+        ({"intermediate_size": 90}, "a multiple of 16 for intermediate_size, got 90; use 'xla'"),
+        ({"rope": Rope(width=24)}, "rotates a power of two of values of a head, got 24; use 'xla'"),
+        ({"window": 8, "window_rope": Rope(width=12)}, "rotates a power of two of values of a head, got 12; use 'xla'"),
+    ],
+)
+def test_sizes_without_a_pallas_kernel_leave_the_products_to_xla(changes, message):
+    lines: list[str] = []
+    found = resolve(config=config(**changes), report=lines.append)
     assert found == Execution(exact=True)
+    assert len(lines) == 1
+    assert lines[0].startswith("exact=True leaves the products to XLA: products='pallas' ")
+    assert message in lines[0]
     assert dataclasses.replace(found, platform="gpu").resolve().attention == "pallas"
-    assert dataclasses.replace(found, platform="cpu").resolve().attention == "xla"
+
+
+def read_abstractly(config: ModelConfig) -> None:
+    """Traces a call of the network with products in Pallas, which raises where a kernel is missing."""
+    lm = transformer.TransformerLM(config, "bfloat16", execution=Execution(False, platform="gpu", exact=True))
+    lm = lm.with_execution(products="pallas")
+    params = jax.eval_shape(lm.init_params, jax.random.key(0))
+    cache = jax.eval_shape(lambda: lm.init_cache(1, 256))
+    window = Window(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1, 1), bool))
+
+    def run(params, cache):
+        return lm.head(params, lm.apply(params, window, cache)[0])
+
+    jax.eval_shape(run, params, cache)
+
+
+def test_the_sizes_that_pass_the_check_are_those_that_the_kernels_take(seed):
+    rng, kept = np.random.default_rng(seed), 0
+    for _ in range(25):
+        heads, shared = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+        sizes = {
+            "hidden_size": 4 * int(rng.integers(4, 40)), "intermediate_size": 8 * int(rng.integers(2, 30)),
+            "vocab_size": 8 * int(rng.integers(3, 30)), "num_heads": heads * shared, "num_kv_heads": shared,
+            "head_dim": int(rng.choice([16, 32, 64])), "rope": Rope(width=int(rng.choice([4, 8, 12, 16]))),
+        }  # fmt: skip
+        if rng.random() < 0.6:
+            sizes |= {name: -(-sizes[name] // 16) * 16 for name in ("hidden_size", "intermediate_size", "vocab_size")}
+        gap = find_gap(config(**sizes))
+        kept += gap is None
+        if gap is None:
+            read_abstractly(config(**sizes))
+        else:
+            with pytest.raises(InvalidConfig, match="products='pallas'"):
+                read_abstractly(config(**sizes))
+    assert 3 < kept < 22
+
+
+def test_the_form_is_shown():
+    lm = toys.transformer(num_layers=1)
+    params = lm.init_params(jax.random.key(0))
+
+    def shown(**changes) -> str:
+        return repr(jaxspec.Model(lm.with_execution(**changes), params))
+
+    assert "exact" not in shown()
+    assert ", exact)" in shown(exact=True)
+    assert ", exact, products by XLA)" in shown(exact=True, platform="gpu")
+    assert ", exact, products in Pallas)" in shown(exact=True, platform="gpu", products="pallas")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +159,7 @@ def test_a_gpu_uses_attention_in_pallas(dtype):
         ({"dtype": "float32"}, "exact=True on a GPU needs weights in bfloat16 or int8, got float32"),
         ({"dtype": "file"}, "exact=True on a GPU needs weights in bfloat16 or int8, got file"),
         ({"execution": Execution(shards=2)}, "exact=True is for layers on one device, got 2"),
-        ({"head_dim": 80}, "needs heads whose width is a power of two"),
+        ({"config": config(head_dim=80)}, "needs heads whose width is a power of two"),
     ],
 )
 def test_what_it_cannot_hold_is_refused(changes, message):
@@ -96,13 +176,22 @@ def test_other_values_are_refused():
 def test_options_that_xla_does_not_know_are_refused(monkeypatch):
     monkeypatch.setattr(exact_products, "OPTIONS", {**exact_products.OPTIONS, "xla_gpu_gone": 1})
     with pytest.raises(InvalidConfig, match=r"needs XLA's option xla_gpu_gone, which JAX .* does not know"):
-        resolve()
+        resolve(config=config(vocab_size=60))
+    assert resolve().products == "pallas"
 
 
 def test_options_of_the_user_are_refused(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_cublas_fallback=true")
     with pytest.raises(InvalidConfig, match="exact=True sets XLA's option xla_gpu_cublas_fallback"):
-        resolve()
+        resolve(config=config(vocab_size=60))
+    assert resolve().products == "pallas"
+
+
+def test_products_in_pallas_need_no_options_for_products():
+    by_xla = toys.transformer().with_execution(exact=True, platform="gpu")
+    assert by_xla.compiler_options == exact_products.OPTIONS
+    assert by_xla.with_execution(products="pallas").compiler_options == {"xla_allow_excess_precision": False}
+    assert by_xla.with_execution(products="pallas", platform="cpu").compiler_options == {}
 
 
 def test_programs_of_an_exact_target_are_compiled_with_its_options(monkeypatch):
