@@ -72,11 +72,84 @@ def attend_pallas(
     """
     batch, heads, groups, tokens, width = queries.shape
     check_pallas(platform, queries.dtype, width, interpret)
+    rows = QUERIES_PER_PRODUCT[platform]
+    spans, seen, limits = _limits(length, mask, first_seen, groups, platform)
+    own = jnp.concatenate(
+        [_pad(part, GROUP_TOKENS, 2) for part in window], 2
+    )  # one array, which takes one launch on a GPU
+    flat = queries.reshape(batch, heads, groups * tokens, width)
+    if platform == "tpu":
+        arrays = _pad((flat * scale).astype(flat.dtype), rows, 2), *prefix, own, own, seen, limits
+        out = _on_tpu(layer, spans, arrays, interpret)
+    else:
+        arrays = _pad(flat, rows, 2), *prefix, own, own, seen, limits
+        out = _on_gpu(jnp.full(1, layer, jnp.int32), spans, arrays, interpret, scale)
+    return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
+
+
+def query_rows(count: int) -> int:
+    """Returns the number of rows of padded queries of a head on a GPU, for `attend_rows`."""
+    return count + -count % QUERIES_PER_PRODUCT["gpu"]
+
+
+def window_slots(tokens: int) -> int:
+    """Returns the number of tokens of a padded window, for `attend_rows`."""
+    return tokens + -tokens % GROUP_TOKENS
+
+
+@functools.partial(jax.jit, static_argnames=("groups", "rows", "scale", "interpret"))
+def attend_rows(
+    queries: Float[Array, "B H Q K"],
+    prefix: KV,
+    layer: Int[Array, "1"],
+    length: Int[Array, "B"],
+    window: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+    mask: Bool[Array, "B T P"],
+    scale: float,
+    first_seen: Int[Array, "B T"] | None,
+    groups: int,
+    rows: int,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "M J"]:
+    """Computes `attend_pallas` on a GPU, from padded heads to the rows that the next product reads, in one launch.
+
+    The layer is an array, so that the layers of a network trace and lower the kernel once.
+
+    Args:
+        queries: the queries of a head: those of token t in group g are row g T + t of the first G T rows. What the
+            other rows hold has no effect.
+        prefix, length, scale, first_seen: see `attend_pallas`.
+        layer: the index of the layer to read.
+        window: keys and values, padded to a multiple of `GROUP_TOKENS` tokens. What the padding holds has no effect.
+        mask: which tokens of the window each token sees; the padding is left out.
+        groups: G, the number of queries for each key.
+        rows: M, the number of rows of the result, at least B T.
+        interpret: whether to run the kernel as plain operations, on any device.
+
+    Returns:
+        The outputs of all heads of a token side by side, rounded to the type of the queries. Rows after the first B T
+        are undefined.
+    """
+    check_pallas("gpu", queries.dtype, queries.shape[-1], interpret)
+    spans, seen, limits = _limits(length, mask, first_seen, groups, "gpu")
+    return _on_gpu(
+        layer, spans, (queries, *prefix, *window, seen, limits), interpret, scale, mask.shape[1], groups, rows
+    )
+
+
+def _limits(
+    length: Int[Array, "B"],
+    mask: Bool[Array, "B T W"],
+    first_seen: Int[Array, "B T"] | None,
+    groups: int,
+    platform: str,
+) -> tuple[Array, Array, Array]:
+    """Returns which slots each row reads, and which tokens of the window and slots each query sees, padded."""
     if (most := int((MAX_MASK_ELEMENTS / groups) ** 0.5)) < mask.shape[-1]:
         raise InvalidConfig(f"attention='pallas' reads at most {most} tokens at once, got {mask.shape[-1]}; use 'xla'")
     rows, size = QUERIES_PER_PRODUCT[platform], SLOTS_PER_PRODUCT[platform]
-    flat = (queries * scale).astype(queries.dtype).reshape(batch, heads, groups * tokens, width)
-    first = jnp.zeros((batch, tokens), jnp.int32) if first_seen is None else jnp.maximum(first_seen, 0)
+    first = jnp.zeros(mask.shape[:2], jnp.int32) if first_seen is None else jnp.maximum(first_seen, 0)
     position = jnp.maximum(length[:, None], first) + mask.sum(-1) - 1
     near = jnp.maximum(position // GROUP_TOKENS - 1, 0) * GROUP_TOKENS
     begin = first.min(1) // size
@@ -84,13 +157,7 @@ def attend_pallas(
     spans = jnp.stack([begin, end, length, jnp.maximum(length // GROUP_TOKENS - 1, 0)], -1).astype(jnp.int32)
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
-    own = jnp.concatenate(
-        [_pad(part, GROUP_TOKENS, 2) for part in window], 2
-    )  # one array, which takes one launch on a GPU
-    seen = _pad(_pad(seen, rows, 1), GROUP_TOKENS, 2)
-    arrays = _pad(flat, rows, 2), *prefix, own, own, seen, _pad(limits, rows, 1)
-    out = (_on_tpu if platform == "tpu" else _on_gpu)(layer, spans, arrays, interpret)
-    return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
+    return spans, _pad(_pad(seen, rows, 1), GROUP_TOKENS, 2), _pad(limits, rows, 1)
 
 
 def check_pallas(platform: str, dtype: Any, width: int, interpret: bool = False) -> None:
@@ -211,46 +278,76 @@ def _tpu_kernel(
         each_tile(finish)
 
 
-def _on_gpu(layer: int, spans: Array, arrays: Sequence[Array], interpret: bool) -> Array:
-    """Runs a program for each row, head and tile of queries, which loops over the blocks of the text."""
-    flat, keys, _, own, *_ = arrays
-    batch, heads, rows, width = flat.shape
-    slots, window, tile = keys.shape[3], own.shape[2] // 2, QUERIES_PER_PRODUCT["gpu"]
+def _on_gpu(
+    layer: Array,
+    spans: Array,
+    arrays: Sequence[Array],
+    interpret: bool,
+    scale: float,
+    tokens: int | None = None,
+    groups: int = 1,
+    rows: int = 0,
+) -> Array:
+    """Runs a program for each row, head and tile of queries, which loops over the blocks of the text.
+
+    Args:
+        layer: the index of the layer, an array of one number.
+        spans, arrays, interpret: the other inputs of the kernel.
+        scale: the factor of the queries.
+        tokens: the number of tokens of a row, to write the result of `attend_rows`; None to write heads.
+        groups, rows: see `attend_rows`.
+    """
+    flat, keys, _, own_keys, own_values, *_ = arrays
+    batch, heads, count, width = flat.shape
+    layers, slots, tile = keys.shape[0], keys.shape[3], QUERIES_PER_PRODUCT["gpu"]
+    joined = own_keys is own_values
+    window = own_keys.shape[2] // (1 + joined)
     queries = pl.BlockSpec((None, None, tile, width), lambda b, h, i: (b, h, i, 0))
-    cached = pl.BlockSpec((None, None, None, slots, width), lambda b, h, i: (layer, b, h, 0, 0))
+    cached = pl.BlockSpec((layers, None, None, slots, width), lambda b, h, i: (0, b, h, 0, 0))
+    own = [
+        pl.BlockSpec((None, None, window, width), lambda b, h, i, part=part: (b, h, part, 0))
+        for part in (0, int(joined))
+    ]
+    by_rows = tokens is not None
+    shape = (rows, heads * groups * width) if by_rows else flat.shape
     kernel = pl.pallas_call(
-        _gpu_kernel,
-        grid=(batch, heads, rows // tile),
+        functools.partial(_gpu_kernel, scale=scale, tokens=tokens, groups=groups),
+        grid=(batch, heads, count // tile),
         in_specs=[
+            pl.BlockSpec((1,), lambda b, h, i: (0,)),
             pl.BlockSpec((None, 4), lambda b, h, i: (b, 0)),
             queries,
             *[cached] * 2,
-            *[pl.BlockSpec((None, None, window, width), lambda b, h, i, part=part: (b, h, part, 0)) for part in (0, 1)],
-            *[pl.BlockSpec((None, tile, count), lambda b, h, i: (b, i, 0)) for count in (window, 2)],
+            *own,
+            *[pl.BlockSpec((None, tile, size), lambda b, h, i: (b, i, 0)) for size in (window, 2)],
         ],
-        out_specs=queries,
-        out_shape=jax.ShapeDtypeStruct(flat.shape, jnp.float32),
+        out_specs=pl.BlockSpec(shape, lambda b, h, i: (0, 0)) if by_rows else queries,
+        out_shape=jax.ShapeDtypeStruct(shape, flat.dtype if by_rows else jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="attend",
     )
-    return kernel(spans, *arrays)
+    return kernel(layer, spans, *arrays)
 
 
-def _gpu_kernel(spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen: Any, limits: Any, out: Any) -> None:
-    queries, length, size, rows = q[...], spans[2], SLOTS_PER_PRODUCT["gpu"], slice(None)
+def _gpu_kernel(
+    layer_ref: Any, spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen: Any, limits: Any, out: Any, *,
+    scale: float, tokens: int | None, groups: int,
+) -> None:  # fmt: skip
+    queries = (q[...].astype(jnp.float32) * scale).astype(q.dtype)
+    layer, length, size, rows = layer_ref[0], spans[2], SLOTS_PER_PRODUCT["gpu"], slice(None)
 
     def far(block: Array, sums: SoftmaxSums) -> SoftmaxSums:
         slots = pl.ds(block * size, size)
         cached = _cached(limits, rows, block * size, size, length, before=True)
-        return _join(sums, queries, as_values(k[slots]), as_values(v[slots]), cached)
+        return _join(sums, queries, as_values(k[layer, slots]), as_values(v[layer, slots]), cached)
 
     def near(i: int) -> TokenGroup:
         start = (spans[3] + i) * GROUP_TOKENS
-        place = jnp.minimum(start, k.shape[0] - GROUP_TOKENS)
+        place = jnp.minimum(start, k.shape[1] - GROUP_TOKENS)
         cached = _cached(limits, rows, start, GROUP_TOKENS, length, before=False)
-        scores = _dot(queries, as_values(k[pl.ds(place, GROUP_TOKENS)]), transposed=True)
-        return scores, lambda j: as_values(v[pl.ds(place + j, 1)]), cached
+        scores = _dot(queries, as_values(k[layer, pl.ds(place, GROUP_TOKENS)]), transposed=True)
+        return scores, lambda j: as_values(v[layer, pl.ds(place + j, 1)]), cached
 
     def own(i: int) -> TokenGroup:
         part = pl.ds(i * GROUP_TOKENS, GROUP_TOKENS)
@@ -258,7 +355,16 @@ def _gpu_kernel(spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen
         return scores, lambda j: own_v[pl.ds(i * GROUP_TOKENS + j, 1)], seen[rows, part] != 0
 
     sums = lax.fori_loop(spans[0], spans[1], far, _nothing(*q.shape))
-    out[...] = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // GROUP_TOKENS))])
+    result = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // GROUP_TOKENS))])
+    if tokens is None:
+        out[...] = result
+        return
+    # Rows of one tile belong to different tokens and groups, so each number has its own place in the result.
+    number, column = (lax.broadcasted_iota(jnp.int32, result.shape, axis) for axis in (0, 1))
+    number = pl.program_id(2) * q.shape[0] + number
+    row, head = pl.program_id(0) * tokens + number % tokens, pl.program_id(1) * groups + number // tokens
+    real = number < groups * tokens
+    triton.store(out.at[row, head * q.shape[1] + column], result.astype(out.dtype), mask=real)
 
 
 def _nothing(rows: int, width: int) -> SoftmaxSums:

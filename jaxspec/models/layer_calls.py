@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -53,13 +54,13 @@ class LayerCalls(Protocol):
         width: int,
         dtype: DTypeLike,
         norms: Sequence[Norm | None],
-    ) -> tuple[Float[Array, "B H G T K"], KV]:
-        """Returns rotated queries, and keys and values; see `jaxspec.models.layers.split_heads`."""
+    ) -> tuple[Any, KV]:
+        """Returns rotated queries, for `attend`, and keys and values; see `jaxspec.models.layers.split_heads`."""
         ...
 
     def attend(
         self,
-        queries: Float[Array, "B H G T K"],
+        queries: Any,
         cache: Cache,
         layer: int,
         seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
@@ -67,8 +68,8 @@ class LayerCalls(Protocol):
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
-    ) -> Float[Array, "B H G T K"]:
-        """Computes attention; see `jaxspec.models.attention.attend`."""
+    ) -> Any:
+        """Computes attention, for `add`; see `jaxspec.models.attention.attend`."""
         ...
 
     def gate(self, read: Any, layer: Linear, activation: str) -> Any:
@@ -80,7 +81,7 @@ class LayerCalls(Protocol):
 
         Args:
             read: the input of the sublayer.
-            inner: what `gate` returned, or rows `[B, T, J]`.
+            inner: what `attend` or `gate` returned, or rows `[B, T, J]`.
             layer: the last linear layer of the sublayer.
             norm: the norm of its outputs; None for no norm.
             following: the norm that the next call begins with; None if no call follows.
@@ -149,8 +150,10 @@ class FusedCalls:
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
-    ) -> Float[Array, "B H G T K"]:
-        return attend(queries, cache.kv, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
+    ) -> Float[Array, "B T J"]:
+        return side_by_side(
+            attend(queries, cache.kv, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
+        )
 
     def gate(self, read: FusedInput, layer: Linear, activation: str) -> FusedRows:
         both = matmul(read.x, layer.weight, fused=Fused(read.norm, layer.bias))
@@ -181,6 +184,12 @@ class FusedCalls:
             return matmul(x, layer.weight, fused=Fused(before, layer.bias, residual))
         out = norm(matmul(x, layer.weight, fused=Fused(before, layer.bias)))
         return out if residual is None else residual + out
+
+
+def side_by_side(mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T J"]:
+    """Returns the outputs of all heads of a token in one row."""
+    batch, _, _, tokens, _ = mixed.shape
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)
 
 
 def calls_of(execution: Execution) -> LayerCalls:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jaxspec.core.records import KV, Cache
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_pallas as products
-from jaxspec.models.attention import attend
+from jaxspec.models.attention_pallas import attend_rows, window_slots
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.execution import Execution
 from jaxspec.models.packed import Matrix
@@ -51,6 +51,22 @@ class PallasInput(NamedTuple):
     epsilon: float
 
 
+class PallasHeads(NamedTuple):
+    """The heads of a window, as attention reads them; see `jaxspec.models.attention_pallas.attend_rows`.
+
+    Attributes:
+        rows: the padded queries.
+        window: the padded keys and values.
+        new: the keys and values without the padding.
+        groups: the number of queries for each key.
+    """
+
+    rows: Float[Array, "B H Q K"]
+    window: KV
+    new: KV
+    groups: int
+
+
 @dataclasses.dataclass(frozen=True)
 class PallasCalls:
     """The calls as Pallas kernels."""
@@ -76,15 +92,17 @@ class PallasCalls:
         width: int,
         dtype: DTypeLike,
         norms: Sequence[Norm | None],
-    ) -> tuple[Float[Array, "B H G T K"], KV]:
+    ) -> tuple[PallasHeads, KV]:
         scales = [None if norm is None else norm.scale for norm in norms]
         epsilon = max((norm.epsilon for norm in norms if norm is not None), default=0.0)
-        queries, keys, values = products.split_heads(projected, rotation, shared, width, dtype, scales, epsilon)
-        return queries, KV(keys, values)
+        queries, *window = products.split_heads(projected, rotation, shared, width, dtype, scales, epsilon)
+        tokens = rotation[0].shape[2]
+        new = KV(*(part[:, :, :tokens] for part in window))
+        return PallasHeads(queries, KV(*window), new, projected.shape[1] // width // shared - 2), new
 
     def attend(
         self,
-        queries: Float[Array, "B H G T K"],
+        queries: PallasHeads,
         cache: Cache,
         layer: int,
         seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
@@ -92,8 +110,14 @@ class PallasCalls:
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
-    ) -> Float[Array, "B H G T K"]:
-        return attend(queries, cache.kv, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
+    ) -> Float[Array, "M J"]:
+        batch, tokens, count = mask.shape
+        more = ((0, 0), (0, 0), (0, window_slots(count) - count), (0, 0))
+        window = queries.window if seen is queries.new else KV(*(jnp.pad(part, more) for part in seen))
+        number, rows = jnp.full(1, layer, jnp.int32), padded_rows(batch * tokens)
+        return attend_rows(
+            queries.rows, cache.kv, number, cache.length, window, mask, scale, first_seen, queries.groups, rows
+        )
 
     def gate(self, read: PallasInput, layer: Linear, activation: str) -> Float[Array, "M F"]:
         assert read.prepared is not None, "an MLP without a norm in front"

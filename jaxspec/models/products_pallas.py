@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
 from jaxspec.errors import InvalidConfig
+from jaxspec.models.attention_pallas import query_rows, window_slots
 from jaxspec.models.packed import Matrix
 from jaxspec.models.quantized import Quantized
 
@@ -311,8 +312,11 @@ def split_heads(
     epsilon: float = 0.0,
     *,
     interpret: bool = False,
-) -> tuple[Float[Array, "B H G T K"], Float[Array, "B H T K"], Float[Array, "B H T K"]]:
-    """Returns queries and keys, normed and rotated, and values.
+) -> tuple[Float[Array, "B H Q K"], Float[Array, "B H W K"], Float[Array, "B H W K"]]:
+    """Returns queries and keys, normed and rotated, and values, as `jaxspec.models.attention_pallas.attend_rows` reads.
+
+    The query of token t in group g is row g T + t. Rows after these G T rows, and tokens after the first T, are
+    undefined.
 
     Args:
         projected: G queries for each of H keys, then keys, then values; J is (G + 2) H K. The first B T rows are read.
@@ -334,14 +338,14 @@ def split_heads(
     def kernel(queries_ref: Any, keys_ref: Any, values_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
         *scale_refs, queries_out, keys_out, values_out = refs
         scales = [None if norm is None else scale_refs.pop(0) for norm in norms]
-        turn = cos_ref[...], sin_ref[...]
+        turn, token = (cos_ref[...], sin_ref[...]), pl.program_id(0) % tokens
         for group in range(groups):
             for at, value in _rotated(queries_ref, group * width, width, turn, scales[0], epsilon):
-                queries_out[group, at] = value.astype(dtype)
+                queries_out[group * tokens + token, at] = value.astype(dtype)
         for at, value in _rotated(keys_ref, 0, width, turn, scales[1], epsilon):
-            keys_out[at] = value.astype(dtype)
+            keys_out[token, at] = value.astype(dtype)
         for at in _powers_of_two(width):
-            values_out[at] = values_ref[at].astype(dtype)
+            values_out[token, at] = values_ref[at].astype(dtype)
 
     def head(first: int, count: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, count * width), lambda row, h: (row, first // count + h))
@@ -349,8 +353,7 @@ def split_heads(
     turn = pl.BlockSpec((None, half), lambda row, h: (row, 0))
     vector = pl.BlockSpec((width,), lambda row, h: (0,))
     scales = [norm.astype(jnp.float32) for norm in norms if norm is not None]
-    out = pl.BlockSpec((None, None, None, width), lambda row, h: (row // tokens, h, row % tokens, 0))
-    shape = jax.ShapeDtypeStruct((batch, shared, tokens, width), dtype)
+    sizes = [query_rows(groups * tokens), window_slots(tokens), window_slots(tokens)]
     return pl.pallas_call(
         kernel,
         grid=(batch * tokens, shared),
@@ -362,12 +365,8 @@ def split_heads(
             turn,
             *[vector] * len(scales),
         ],
-        out_specs=[
-            pl.BlockSpec((None, None, groups, None, width), lambda row, h: (row // tokens, h, 0, row % tokens, 0)),
-            out,
-            out,
-        ],
-        out_shape=[jax.ShapeDtypeStruct((batch, shared, groups, tokens, width), dtype), shape, shape],
+        out_specs=[pl.BlockSpec((None, None, size, width), lambda row, h: (row // tokens, h, 0, 0)) for size in sizes],
+        out_shape=[jax.ShapeDtypeStruct((batch, shared, size, width), dtype) for size in sizes],
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="split_heads",

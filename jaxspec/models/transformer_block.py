@@ -13,7 +13,7 @@ from jaxspec.core.records import KV, Cache, Window
 from jaxspec.models.attention import sliding_window_mask
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.execution import Execution
-from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of
+from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of, side_by_side
 from jaxspec.models.rows import Linear, Norm
 
 
@@ -92,18 +92,16 @@ class TransformerBlock(nnx.Module):
         window: Window,
         cache: Cache,
         past: KV | None,
-    ) -> tuple[Float[Array, "B T J"], KV]:
-        """Returns the outputs of all heads side by side, and this layer's keys and values `[B, H, T, K]`."""
+    ) -> tuple[Any, KV]:
+        """Returns the outputs of all heads, for `LayerCalls.add`, and this layer's keys and values `[B, H, T, K]`."""
         c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
         queries, new = self._split(calls, read, rotation, dtype)
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        return _side_by_side(calls.attend(queries, cache, layer, seen, mask, window.paths, scale, first_seen)), new
+        return calls.attend(queries, cache, layer, seen, mask, window.paths, scale, first_seen), new
 
-    def _split(
-        self, calls: LayerCalls, read: Any, rotation: tuple[Array, Array], dtype: DTypeLike
-    ) -> tuple[Float[Array, "B H G T K"], KV]:
+    def _split(self, calls: LayerCalls, read: Any, rotation: tuple[Array, Array], dtype: DTypeLike) -> tuple[Any, KV]:
         c, norms = self.config, (self.norm_of(self.q_norm), self.norm_of(self.k_norm))
         projected = calls.project(read, Linear.of(self.qkv, self.qkv_bias))
         return calls.split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms)
@@ -140,7 +138,7 @@ class TransformerBlock(nnx.Module):
 
     def join(self, mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T E"]:
         """Projects the outputs of all heads to the width of the residual stream."""
-        return self._leave(_side_by_side(mixed))
+        return self._leave(side_by_side(mixed))
 
     def mlp(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the residual stream after the MLP."""
@@ -161,8 +159,3 @@ class TransformerBlock(nnx.Module):
         gated = self._fused.gate(read, Linear.of(self.gate_up, self.gate_up_bias), self.config.activation)
         down = Linear.of(self.down, self.down_bias)
         return self._fused.leave(gated, down, self.norm_of(self.post_mlp_norm), residual)
-
-
-def _side_by_side(mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T J"]:
-    batch, _, _, tokens, _ = mixed.shape
-    return jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)

@@ -146,6 +146,7 @@ class Case:
     layers: int = 32
     capacity: int = 2048
     attention: str = "xla"
+    products: str = "xla"
     width: int = 0  # of every call of the target, `width_matched`; 0: as narrow as a round needs
     exact: bool = False  # products by one chain of sums, see `jaxspec.backend.exact_products`
 
@@ -212,7 +213,9 @@ def int32(*shape: int) -> Any:
 
 def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
     """Returns the loop, and the shapes of weights, state and rounds with their places on the devices."""
-    target = llama(case.layers).with_execution(attention=case.attention, platform=platform, exact=case.exact)
+    target = llama(case.layers).with_execution(
+        attention=case.attention, products=case.products, platform=platform, exact=case.exact
+    )
     batch = case.batch
     drafter, params = drafters(target, case.layers)[case.drafter]
     decoder = jaxspec.Decoder(target, drafter, Coupled(), width_matched=case.width or False)

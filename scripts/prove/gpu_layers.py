@@ -6,7 +6,8 @@
 Shapes of Llama 3 8B, bfloat16 and int8. For each call of a layer (`jaxspec.models.products_pallas`) it reads the PTX:
 every accumulator must be one chain of one instruction, of the same length for any number of rows, and no register may
 be spilled. Then it compiles whole layers: XLA may not sum anything between the embedding and the logits, and the bytes
-that are moved may exceed those of the matrices by 5 % at most. Nothing is run.
+that are moved may exceed those of the matrices by 5 % at most. Then it counts the launches of a plain round.
+Nothing is run.
 """
 
 import argparse
@@ -34,8 +35,8 @@ INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 INSTRUCTION_INPUTS = 16
 MAX_BYTES = 1.05
 """The largest quotient of the bytes that layers move and those of their matrices, at 16 rows."""
-MAX_LAUNCHES = 9
-"""The largest number of launches of a layer: six kernels, and three in which XLA moves rows."""
+MAX_LAUNCHES = 6
+"""The largest number of launches of a layer: a kernel for each call, and none of XLA's."""
 SUMS = ("dot", "reduce", "convolution", "reduce-window")
 
 
@@ -198,6 +199,20 @@ def look_at_layers(chip: str, rows: int) -> dict[str, Any]:
     return row
 
 
+def look_at_round(chip: str) -> dict[str, Any]:
+    """Compiles rounds of plain decoding with layers of these kernels, and returns their line of the table."""
+    made = [loops.Case(chip, "none", layers=n, attention="pallas", products="pallas") for n in (2, 3)]
+    few, more = (gpu.look(case)[f"launches_{gpu.TEXTS[0]}"] for case in made)
+    row = {
+        "chip": chip, "call": "round", "rows": 1, "launches_of_a_layer": more - few,
+        "launches_of_the_rest": 3 * few - 2 * more,
+        f"launches_of_{loops.DEEP}_layers": few + (loops.DEEP - 2) * (more - few), "wrong": [],
+    }  # fmt: skip
+    if more - few > MAX_LAUNCHES:
+        row["wrong"].append(f"a layer is {more - few} launches, at most {MAX_LAUNCHES} are expected")
+    return row
+
+
 def shown(row: dict[str, Any]) -> str:
     """Returns a line of the table as text."""
     figures = ", ".join(
@@ -207,6 +222,12 @@ def shown(row: dict[str, Any]) -> str:
     )
     words = "; ".join(row["wrong"]) or "all as it should be"
     return f"{row['chip']:4} {row['call']:18} {row['rows']:3} rows: {figures}; {words}"
+
+
+def tell(row: dict[str, Any]) -> bool:
+    """Prints a line of the table; returns whether something is wrong."""
+    print(shown(row), flush=True)
+    return bool(row["wrong"])
 
 
 def main() -> int:
@@ -220,9 +241,8 @@ def main() -> int:
         for rows in map(int, arguments.rows.split(",")):
             looks = [lambda name=name: look_at_call(chip, name, rows) for name in calls(chip, rows)]  # noqa: B023
             for look in (*looks, lambda: look_at_layers(chip, rows)):  # noqa: B023
-                row = look()
-                print(shown(row), flush=True)
-                wrong |= bool(row["wrong"])
+                wrong |= tell(look())
+        wrong |= tell(look_at_round(chip))
     return int(wrong)
 
 

@@ -75,7 +75,11 @@ def layer(kind: str):
         last, _ = multiply_add(gated, p["down"], middle)
         features = normalize(last, p["a"], EPSILON)
         logits = multiply(features, p["table"], transposed=True)
-        tokens = [jnp.moveaxis(head[0], -2, 0).reshape(len(x), -1).astype(jnp.float32) for head in heads]
+        queries, *window = (head[0].astype(jnp.float32) for head in heads)  # [KEYS, rows, WIDTH]
+        queries = queries[:, : GROUPS * len(x)].reshape(KEYS, GROUPS, len(x), WIDTH)
+        tokens = [
+            jnp.moveaxis(head, -2, 0).reshape(len(x), -1) for head in (queries, *(part[:, : len(x)] for part in window))
+        ]
         return jnp.concatenate([projected, *tokens, middle, last, features, logits], axis=1)
 
     return run
@@ -196,6 +200,8 @@ def test_norms_and_heads_are_those_of_xla():
         given = projected[: batch * tokens].reshape(batch, tokens, -1)
         as_norms = [None if norm is None else Norm(norm, EPSILON) for norm in norms]
         queries, new = layers.split_heads(given, turns, 2, WIDTH, "float32", as_norms)
+        got = [head[:, :, :count] for head, count in zip(got, (groups * tokens, tokens, tokens))]
+        queries = queries.reshape(batch, 2, -1, WIDTH)
         for ours, expected in zip(got, (queries, *new)):
             np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
