@@ -29,7 +29,7 @@ from jaxspec.models.quantized import Quantized, quantize
 from jaxspec.models.transformer import TransformerLM
 
 CONFIG = ModelConfig(
-    vocab_size=64, hidden_size=512, intermediate_size=768, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
+    vocab_size=64, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32,
     tie_embeddings=False,
 )  # fmt: skip
 """So wide that another order of sums changes bits."""
@@ -37,7 +37,7 @@ EXACT = Execution(platform="gpu", exact=True, products="pallas")
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8], [*range(1, 40), *range(1, 40)]]
 ROWS = range(len(PROMPTS))
 SAMPLING = jaxspec.Sampling(temperature=np.array([0.8, 0.0, 0.8], np.float32), top_p=np.float32(0.95))
-NEW, CAPACITY = 16, 256
+NEW, CAPACITY = 14, 256
 TREES = {"chain": chain(3), "ragged": RAGGED, "wide": branching(2, 2), "dynamic": dynamic(2, 3, 6)}
 
 Text = tuple[list[int], list[float] | None, list[float] | None]
@@ -154,7 +154,7 @@ def test_no_pair_of_settings_changes_a_bit(case):
     assert found == [expected[row] for row in rows for _ in range(samples)]
 
 
-@pytest.mark.parametrize("name", with_slow(["recycling", *registry.HEADS], set(registry.HEADS)))
+@pytest.mark.parametrize("name", with_slow(registry.DRAFTERS, set(registry.DRAFTERS) - {"recycling"}))
 def test_streams_and_sessions_have_the_bits_of_one_call(name):
     """A second turn is compared with plain decoding of the whole conversation in one call."""
     given, more = drafting(name), [5, 6, 7]
@@ -178,7 +178,7 @@ def test_streams_and_sessions_have_the_bits_of_one_call(name):
         assert text_of(text) == text_of(whole)
 
 
-@pytest.mark.parametrize("name", with_slow(["early-exit", *registry.HEADS], set(registry.HEADS)))
+@pytest.mark.parametrize("name", with_slow(registry.DRAFTERS, set(registry.DRAFTERS) - {"early-exit"}))
 def test_rollouts_have_the_bits_of_generate(name):
     target: Any = model("bfloat16")
     longest = max(map(len, PROMPTS))
@@ -199,7 +199,7 @@ def test_rollouts_have_the_bits_of_generate(name):
         assert rolled.logprobs.sampled[row, :size].tolist() == sampled
 
 
-@pytest.mark.parametrize("name", with_slow(["eagle", *registry.DRAFTERS], set(registry.DRAFTERS) - {"eagle"}))
+@pytest.mark.parametrize("name", with_slow(registry.DRAFTERS, set(registry.DRAFTERS) - {"eagle"}))
 def test_the_functional_core_has_the_bits_of_generate(name):
     """Prompts are read four tokens at a time, and rounds are steps of their own."""
     target: Any = model("bfloat16")
