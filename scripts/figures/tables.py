@@ -412,6 +412,20 @@ def product_shapes(values: Values) -> str:
     return table(headings, rows)
 
 
+def gpu_layers(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        rows.append([
+            line["chip"], line["call"], str(line["rows"]), str(line.get("registers", "")),
+            str(line.get("spilled_bytes", "")), str(line.get("launches_of_a_layer", "")),
+            str(line.get("launches_of_32_layers", "")),
+            f"{line['bytes_of_the_matrices']:.3f}" if "bytes_of_the_matrices" in line else "",
+        ])  # fmt: skip
+    headings = ["chip", "call", "rows", "registers", "spilled bytes", "launches of a layer",
+                "launches of a plain round at 32 layers", "bytes moved, of the matrices"]  # fmt: skip
+    return table(headings, rows)
+
+
 def mutants(values: Values) -> str:
     return table(
         ["bugs of other systems, reintroduced", "found by the tests"], [[str(values["bugs"]), str(values["found"])]]
@@ -508,5 +522,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
-    "product-shapes": product_shapes,
+    "product-shapes": product_shapes, "gpu-layers": gpu_layers,
 }  # fmt: skip

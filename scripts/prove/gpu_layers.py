@@ -11,6 +11,7 @@ Nothing is run.
 """
 
 import argparse
+import importlib.metadata
 import pathlib
 import re
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from jaxspec.bench.measurements import add_record, write_record
 from jaxspec.core.records import Window
 from jaxspec.models import products_pallas as products
 from jaxspec.models.products_pallas import PreparedRows
@@ -224,26 +226,26 @@ def shown(row: dict[str, Any]) -> str:
     return f"{row['chip']:4} {row['call']:18} {row['rows']:3} rows: {figures}; {words}"
 
 
-def tell(row: dict[str, Any]) -> bool:
-    """Prints a line of the table; returns whether something is wrong."""
-    print(shown(row), flush=True)
-    return bool(row["wrong"])
-
-
 def main() -> int:
     jax.config.update("jax_platforms", "cpu")  # a compiler needs no device
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chips", default="h100")
     parser.add_argument("--rows", default="16,64")
+    add_record(parser.add_argument)
     arguments = parser.parse_args()
-    wrong = False
+    lines: list[dict[str, Any]] = []
     for chip in arguments.chips.split(","):
         for rows in map(int, arguments.rows.split(",")):
             looks = [lambda name=name: look_at_call(chip, name, rows) for name in calls(chip, rows)]  # noqa: B023
             for look in (*looks, lambda: look_at_layers(chip, rows)):  # noqa: B023
-                wrong |= tell(look())
-        wrong |= tell(look_at_round(chip))
-    return int(wrong)
+                lines.append(look())
+                print(shown(lines[-1]), flush=True)
+        lines.append(look_at_round(chip))
+        print(shown(lines[-1]), flush=True)
+    if arguments.record:
+        packages = {name: importlib.metadata.version(name) for name in gpu.TIER.packages}
+        write_record(arguments.record, "gpu-layers", sys.argv, {"lines": lines}, packages)
+    return int(any(line["wrong"] for line in lines))
 
 
 if __name__ == "__main__":
