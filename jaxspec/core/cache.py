@@ -212,4 +212,4 @@ def write_entries(cache: Cache, entries: KV, count: Int[Array, "B"], after: Int[
 
         return lax.platform_dependent(slots, cpu=token_by_token if size > 1 else row_by_row, default=row_by_row)
 
-    return KV(*jax.tree.map(put, tuple(cache.kv), tuple(entries)))
+    return KV(*jax.tree.map(put, tuple(cache.stores), tuple(entries)))

@@ -50,12 +50,13 @@ class KV(NamedTuple):
 class Cache(NamedTuple):
     """The text that a model has read.
 
-    Only the model knows what `kv` holds. In a cache of keys and values, slots below `length` hold the keys and values
-    of the text, and the other slots are scratch. A row of length 0 is empty, whatever `kv` holds: to forget a text, the
-    decoder sets its length to 0. Every leaf of `kv` has an axis of rows.
+    Only the model knows what `stores` holds: keys and values, the states of recurrent layers, or both. In a store of
+    keys and values, slots below `length` hold the keys and values of the text, and the other slots are scratch. A
+    recurrent state is that of exactly `length` tokens. A row of length 0 is empty, whatever the stores hold: to forget
+    a text, the decoder sets its length to 0. Every leaf of `stores` has an axis of rows.
     """
 
-    kv: Any  # for `attend`, a `KV` of [L, B, H, S, K]
+    stores: Any  # a pytree; for `attend`, a `KV` of [L, B, H, S, K]
     length: Int[Array, "B"]
 
 

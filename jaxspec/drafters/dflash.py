@@ -95,7 +95,7 @@ class DFlash(TreeDrafter):
         _, features, count = pairs(advance)
         context = head.fuse(features)
         positions = cache.length[:, None] + jnp.arange(context.shape[1])
-        entries = head.remember(context, positions, caches.value_dtype(cache.kv.keys.dtype))
+        entries = head.remember(context, positions, caches.value_dtype(cache.stores.keys.dtype))
         return DFlashState(caches.append_to_cache(cache, entries, None, count, context))
 
     def propose(self, params: Params, state: DFlashState, context: Context, draw: Draw) -> tuple[Proposal, DFlashState]:

@@ -108,7 +108,7 @@ class Eagle(TreeDrafter):
 
         slots = count_slots(self.tree)
         states = jnp.broadcast_to(state.hidden[:, None], (root.size, slots, state.hidden.shape[1]))
-        entries = (jnp.zeros((*a.shape[:3], slots, a.shape[4]), value_dtype(a.dtype)) for a in cache.kv)
+        entries = (jnp.zeros((*a.shape[:3], slots, a.shape[4]), value_dtype(a.dtype)) for a in cache.stores)
         carry = states, KV(*entries)
 
         def after_root() -> Float[Array, "B 1 R"]:

@@ -44,7 +44,7 @@ def attend(
 
     Args:
         queries: the queries of the T new tokens, with position embeddings applied.
-        prefix: `cache.kv`, of all layers.
+        prefix: `cache.stores`, of all layers.
         layer: the index of the layer to read.
         length: `cache.length`; slots at or past it are not read.
         window: the keys and values of the window in this layer: first the entries of `past[layer]`, if there is a

@@ -57,7 +57,7 @@ class FunctionLM:
         new = KV(*(a[None, :, None, :, None] for a in (window.tokens, window.positions)))
         seen = new if past is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b], 3), past, new)
         tokens, positions = (a[0, :, 0, :, 0] for a in seen)
-        prefix = cache.kv.keys[0, :, 0, :, 0]
+        prefix = cache.stores.keys[0, :, 0, :, 0]
         prefix = prefix if prefix.shape[1] else jnp.zeros((batch, size), prefix.dtype)  # a cache without slots
         prefix = jnp.where(jnp.arange(prefix.shape[1]) < cache.length[:, None], prefix, 0)
 

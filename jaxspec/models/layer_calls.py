@@ -152,7 +152,7 @@ class FusedCalls:
         first_seen: Array | None,
     ) -> Float[Array, "B T J"]:
         return side_by_side(
-            attend(queries, cache.kv, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
+            attend(queries, cache.stores, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
         )
 
     def gate(self, read: FusedInput, layer: Linear, activation: str) -> FusedRows:

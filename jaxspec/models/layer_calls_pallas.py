@@ -116,7 +116,7 @@ class PallasCalls:
         window = queries.window if seen is queries.new else KV(*(jnp.pad(part, more) for part in seen))
         number, rows = jnp.full(1, layer, jnp.int32), padded_rows(batch * tokens)
         return attend_rows(
-            queries.rows, cache.kv, number, cache.length, window, mask, scale, first_seen, queries.groups, rows
+            queries.rows, cache.stores, number, cache.length, window, mask, scale, first_seen, queries.groups, rows
         )
 
     def gate(self, read: PallasInput, layer: Linear, activation: str) -> Float[Array, "M F"]:

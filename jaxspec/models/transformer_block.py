@@ -94,7 +94,7 @@ class TransformerBlock(nnx.Module):
         past: KV | None,
     ) -> tuple[Any, KV]:
         """Returns the outputs of all heads, for `LayerCalls.add`, and this layer's keys and values `[B, H, T, K]`."""
-        c, dtype = self.config, caches.value_dtype(cache.kv.keys.dtype)
+        c, dtype = self.config, caches.value_dtype(cache.stores.keys.dtype)
         queries, new = self._split(calls, read, rotation, dtype)
         seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))

@@ -66,9 +66,9 @@ class TableLM:
         new_pairs = jnp.stack([window.tokens, window.positions], axis=-1).astype(jnp.float32)
         new = KV(new_pairs[None, :, None], new_pairs[None, :, None])
         inside = new_pairs if past is None else jnp.concatenate([past.keys[0, :, 0], new_pairs], axis=1)
-        seen = jnp.concatenate([cache.kv.keys[0, :, 0], inside], axis=1)  # [B, S + W, 2]
+        seen = jnp.concatenate([cache.stores.keys[0, :, 0], inside], axis=1)  # [B, S + W, 2]
         batch, size, _ = new_pairs.shape
-        prefix = jnp.arange(cache.kv.keys.shape[3]) < cache.length[:, None, None]
+        prefix = jnp.arange(cache.stores.keys.shape[3]) < cache.length[:, None, None]
         visible = jnp.concatenate([jnp.broadcast_to(prefix, (batch, size, prefix.shape[2])), window.mask], axis=2)
         before = visible & (seen[:, None, :, 1] == window.positions[:, :, None] - 1)
         previous = jnp.where(before, seen[:, None, :, 0], 0).sum(-1).astype(jnp.int32)

@@ -239,8 +239,8 @@ def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
         named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), partition.specs(arguments))
         named = (named[0]._replace(target=param_shardings(weights.target, mesh)), *named[1:])
         cache = jax.NamedSharding(mesh, jax.P(None, "data", "model"))
-        kv = jax.tree.map(lambda _: cache, state.cache.kv)
-        named = (named[0], named[1]._replace(cache=named[1].cache._replace(kv=kv)), *named[2:])
+        kv = jax.tree.map(lambda _: cache, state.cache.stores)
+        named = (named[0], named[1]._replace(cache=named[1].cache._replace(stores=kv)), *named[2:])
     else:
         named = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), arguments)
     placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, named)

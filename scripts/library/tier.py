@@ -56,7 +56,7 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     done, weights, state = program.done, program.weights, program.state
     memory, share = done.memory_analysis(), 4 if case.mesh else 1
     assert memory is not None
-    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.kv,))) // share
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.stores,))) // share
     matrices = {name: part for name, part in weights.target.items() if name != "embed"}  # of that a row is read
     read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(matrices)) // (2 if case.mesh else 1)
     held = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5]

@@ -82,7 +82,7 @@ def test_what_is_told_is_what_is_loaded(inspect, tmp_path):
         assert memory["parameters_bytes"] == model.bytes
         decoder, weights = Drafting().build(model)
         slots = fit_capacity(decoder, weights, 128, 2, None)
-        cache = jax.eval_shape(lambda lm=model.lm, slots=slots: lm.init_cache(2, slots)).kv
+        cache = jax.eval_shape(lambda lm=model.lm, slots=slots: lm.init_cache(2, slots)).stores
         assert memory["cache_slots_per_row"] == slots
         assert memory["cache_bytes"] == sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
 

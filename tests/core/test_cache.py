@@ -22,14 +22,14 @@ def test_commit_keeps_the_first_tokens_of_each_path(dtype, nodes, count):
     def values(*shape):
         return jnp.asarray(rng.normal(size=(LAYERS, ROWS, HEADS, *shape, WIDTH)), dtype)
 
-    before = KV(*(jax.lax.bitcast_convert_type(values(a.shape[3]), a.dtype) for a in empty.kv))
+    before = KV(*(jax.lax.bitcast_convert_type(values(a.shape[3]), a.dtype) for a in empty.stores))
     path = jnp.asarray(rng.permuted(np.tile(np.arange(7), (ROWS, 1)), axis=1)[:, :nodes])
     window = KV(values(7), values(7).at[1, 0, 1, path[0, 0], 2].set(jnp.nan))
-    cache = empty._replace(kv=before, length=jnp.array(LENGTH))
+    cache = empty._replace(stores=before, length=jnp.array(LENGTH))
     after = jax.jit(lambda cache, path: caches.append_to_cache(cache, window, path, jnp.array(count)))(cache, path)
 
     np.testing.assert_array_equal(after.length, np.add(LENGTH, count))
-    for old, new, own in zip(before, after.kv, window):
+    for old, new, own in zip(before, after.stores, window):
         held, found, own = (np.asarray(caches.as_values(a), np.float32) for a in (old, new, own))
         for row, (start, kept) in enumerate(zip(LENGTH, count)):
             taken = np.nan_to_num(own[:, row][:, :, path[row, :kept]])

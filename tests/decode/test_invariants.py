@@ -79,8 +79,8 @@ def rounds(config, weights, asked, capacity=CAPACITY, most=40):
 
 def below(cache) -> list[np.ndarray]:
     """The cache with its scratch set to zero."""
-    slots = np.arange(cache.kv.keys.shape[3]) < np.asarray(cache.length)[:, None]
-    return [np.where(slots[None, :, None, :, None], np.asarray(a), 0) for a in cache.kv]
+    slots = np.arange(cache.stores.keys.shape[3]) < np.asarray(cache.length)[:, None]
+    return [np.where(slots[None, :, None, :, None], np.asarray(a), 0) for a in cache.stores]
 
 
 def caches(state) -> list[np.ndarray]:
@@ -121,9 +121,9 @@ def test_scratch_is_never_read(real):
     @jax.jit
     def soil(state):
         def spoil(cache):
-            scratch = jnp.arange(cache.kv.keys.shape[3]) >= cache.length[:, None]
-            kv = jax.tree.map(lambda a: jnp.where(scratch[None, :, None, :, None], 1e30, a), cache.kv)
-            return cache._replace(kv=kv)
+            scratch = jnp.arange(cache.stores.keys.shape[3]) >= cache.length[:, None]
+            kv = jax.tree.map(lambda a: jnp.where(scratch[None, :, None, :, None], 1e30, a), cache.stores)
+            return cache._replace(stores=kv)
 
         past = jnp.arange(state.tokens.shape[1]) >= state.length[:, None]
         entries = jax.tree.map(lambda a: jnp.full_like(a, -1e30), state.draft.entries)
@@ -334,10 +334,10 @@ def test_non_finite_never_reaches_the_cache():
     config = decoder(REAL, ScriptedDrafter(TREE), width_matched=True)
     weights = Weights(BROKEN, script([1, 4]))
     for state in rounds(config, weights, asking, most=10):
-        assert all(np.isfinite(np.asarray(a)).all() for a in state.cache.kv)
+        assert all(np.isfinite(np.asarray(a)).all() for a in state.cache.stores)
     broken_draft = Weights(REAL_PARAMS, BROKEN)
     for state in rounds(REAL_DECODER, broken_draft, real_request(), most=6):
-        assert all(np.isfinite(np.asarray(a)).all() for a in (*state.cache.kv, *state.draft.cache.kv))
+        assert all(np.isfinite(np.asarray(a)).all() for a in (*state.cache.stores, *state.draft.cache.stores))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -195,12 +195,12 @@ def test_a_round_copies_no_cache(real, drafter):
     _, weights, asked = real
     config = decoder(REAL, drafter)
     state = jax.eval_shape(lambda w, r: config.init(w, r, CAPACITY), weights, asked)
-    assert state.cache.kv.keys.shape == CACHE
+    assert state.cache.stores.keys.shape == CACHE
     compiled = jax.jit(config.run, donate_argnums=1).lower(weights, state, jnp.int32(5)).compile()
     assert cache_sized(compiled.as_text(), BATCH) == []
     memory = not_none(compiled.memory_analysis())
-    assert memory.temp_size_in_bytes < nbytes(state.cache.kv) / 10
-    assert memory.alias_size_in_bytes > nbytes(state.cache.kv)
+    assert memory.temp_size_in_bytes < nbytes(state.cache.stores) / 10
+    assert memory.alias_size_in_bytes > nbytes(state.cache.stores)
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_vmapped_generate_copies_no_cache(real):
     mapped = jax.jit(jax.vmap(lambda r: config.generate(weights, r, CAPACITY)))
     compiled = mapped.lower(asked).compile()
     assert cache_sized(compiled.as_text(), BATCH) == []
-    caches = nbytes(state.cache.kv) + nbytes(state.draft.cache.kv)
+    caches = nbytes(state.cache.stores) + nbytes(state.draft.cache.stores)
     assert not_none(compiled.memory_analysis()).temp_size_in_bytes < 1.2 * caches
 
 

@@ -67,7 +67,7 @@ def follow(state, entry):
 
 def of_text(cache):
     """A row of length 0 is empty, whatever its state holds."""
-    return jnp.where((cache.length > 0)[:, None], cache.kv, 0.0)
+    return jnp.where((cache.length > 0)[:, None], cache.stores, 0.0)
 
 
 def params(seed: int):

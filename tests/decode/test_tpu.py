@@ -90,7 +90,7 @@ def test_what_must_not_be_there_is_found():
     lm = loops.llama(2)
     cache = jax.eval_shape(lambda: lm.init_cache(1, 2048))
     weights = {"qkv": jax.ShapeDtypeStruct((4096, 6144), "bfloat16"), "norm": jax.ShapeDtypeStruct((4096,), "float32")}
-    wrong = tier.findings(hlo.computations(MODULE), weights, cache.kv)
+    wrong = tier.findings(hlo.computations(MODULE), weights, cache.stores)
     said = [
         "2 loops at the top",
         "a copy of a matrix before",
@@ -105,7 +105,7 @@ def test_what_must_not_be_there_is_found():
         for line in tier.findings(hlo.computations(MODULE), {}, (), tables=table)
     )
     fine = MODULE.replace(" copy(", " bitcast(").replace(" outfeed(", " tuple(").replace(" while(%t.2)", " tuple(%t.2)")
-    assert tier.findings(hlo.computations(fine), weights, cache.kv) == []
+    assert tier.findings(hlo.computations(fine), weights, cache.stores) == []
 
 
 def test_the_bytes_of_a_round_are_counted_by_hand():
@@ -176,7 +176,7 @@ def test_what_writes_as_much_as_a_matrix_is_found():
     """In a fusion or by a collective; not what is updated in place, and not what no one calls."""
     cache = jax.eval_shape(lambda: loops.llama(2).init_cache(1, 2048))
     weights = {"qkv": jax.ShapeDtypeStruct((4096, 6144), "bfloat16")}
-    *wrong, told = tier.findings(hlo.computations(WIDE), weights, cache.kv)
+    *wrong, told = tier.findings(hlo.computations(WIDE), weights, cache.stores)
     assert told.startswith("it calls the host")
     assert wrong == [
         "a convert of a matrix inside the loop: big = f32[4096,6144]{1,0}",

@@ -87,7 +87,7 @@ def test_texts_are_those_of_plain_decoding(name, seed):
     assert texts(state) == texts(whole(decoder(LM, NoDraft()), Weights(PARAMS), asked, 64))
     assert np.asarray(state.log.accepted).sum() > 0
     own = instance(BridgedState, state.draft)
-    cached = np.asarray(own.model.cache.kv.keys)[0, :, 0, :, 0].astype(int)
+    cached = np.asarray(own.model.cache.stores.keys)[0, :, 0, :, 0].astype(int)
     for b, text in enumerate(texts(state)):
         length, read = int(own.length[b]), int(own.model.cache.length[b])
         assert np.asarray(own.text)[b, :length].tolist() == spelled(text)
@@ -145,7 +145,7 @@ def test_prompts_that_fill_the_room():
     rounds, own = np.asarray(state.round), instance(BridgedState, state.draft)
     assert drafts[0] == 0 < drafts[1] < rounds[1]
     assert drafts[2] == rounds[2]
-    cached, read = np.asarray(own.model.cache.kv.keys)[0, :, 0, :, 0].astype(int), np.asarray(own.model.cache.length)
+    cached, read = np.asarray(own.model.cache.stores.keys)[0, :, 0, :, 0].astype(int), np.asarray(own.model.cache.length)
     assert (read > 0).tolist() == [False, True, True]
     for b in range(3):
         assert cached[b, : read[b]].tolist() == np.asarray(own.text)[b, : read[b]].tolist()

@@ -344,7 +344,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
         entries = fresh_pass(drafter, params, state.tokens[:, :64])  # what follows a text changes nothing
         for row, length in enumerate(state.length.tolist()):
             assert int(state.draft.cache.length[row]) == length - 1
-            for found, expected in zip(state.draft.cache.kv, entries):
+            for found, expected in zip(state.draft.cache.stores, entries):
                 found, expected = (np.asarray(a)[:, row, :, : length - 1] for a in (found, expected))
                 np.testing.assert_allclose(found, expected, atol=2e-5)
 

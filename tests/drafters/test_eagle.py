@@ -92,7 +92,7 @@ def test_after_every_round_the_cache_is_that_of_a_fresh_pass(name):
             assert int(state.draft.cache.length[row]) == length - 1
             if length > 1:
                 np.testing.assert_allclose(state.draft.hidden[row], states[row, length - 2], atol=2e-5)
-                for found, expected in zip(state.draft.cache.kv, entries):
+                for found, expected in zip(state.draft.cache.stores, entries):
                     found, expected = (np.asarray(a)[:, row, :, : length - 1] for a in (found, expected))
                     np.testing.assert_allclose(found, expected, atol=2e-5)
 
@@ -128,7 +128,7 @@ def test_an_extension_of_some_rows_is_that_of_each(name):
     np.testing.assert_array_equal(once.cache.length, [4, 2])
     np.testing.assert_array_equal(state.cache.length, once.cache.length)
     np.testing.assert_allclose(state.hidden, once.hidden, atol=1e-5)
-    for a, b in zip(state.cache.kv, once.cache.kv):
+    for a, b in zip(state.cache.stores, once.cache.stores):
         for row, count in enumerate((4, 2)):
             np.testing.assert_allclose(a[:, row, :, :count], b[:, row, :, :count], atol=1e-5)
 

@@ -103,7 +103,7 @@ def check(drafter, params, state) -> set[int]:
             expected = laws[0, len(text) - 1 + depths[node]]
             np.testing.assert_allclose(proposal.law[row, node], expected, atol=2e-5, err_msg=f"{row}, {node}")
         assert int(after.cache.length[row]) == len(text)
-        for found, expected in zip(after.cache.kv, entries):
+        for found, expected in zip(after.cache.stores, entries):
             found, expected = np.asarray(found)[:, row, :, : len(text)], np.asarray(expected)[:, 0, :, : len(text)]
             np.testing.assert_allclose(found, expected, atol=2e-5)
     return set(np.asarray(state.length - state.draft.cache.length).tolist())

@@ -18,7 +18,7 @@ def copied_cache(monkeypatch):
 
     def chosen(cache, entries, count, after=0):
         some = jnp.broadcast_to(after >= 0, count.shape)[None, :, None, None, None]
-        return jax.tree.map(lambda a, b: jnp.where(some, a, b), write(cache, entries, count, after), cache.kv)
+        return jax.tree.map(lambda a, b: jnp.where(some, a, b), write(cache, entries, count, after), cache.stores)
 
     monkeypatch.setattr(caches, "write_entries", chosen)
 

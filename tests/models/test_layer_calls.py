@@ -46,7 +46,7 @@ class Reader:
     def make(cls, config: ModelConfig, kind: str = "bfloat16", execution: Execution = PALLAS) -> "Reader":
         lm = TransformerLM(config, "bfloat16", execution=execution)
         params = lm.init_params(jax.random.key(0))
-        shape = lm.init_cache(1, 256).kv.keys.shape
+        shape = lm.init_cache(1, 256).stores.keys.shape
         kv = KV(*(jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i in (1, 2)))
         return cls(lm, quantize(params) if kind == "int8" else params, kv)
 

@@ -41,7 +41,7 @@ class Network:
         seen = new if past is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b], 3), past, new)
         keys, values = (a[0] for a in seen)
         mixed = jaxspec.attend(
-            x[:, None, None], cache.kv, 0, cache.length, (keys, values), window.mask, window.paths, WIDTH**-0.5
+            x[:, None, None], cache.stores, 0, cache.length, (keys, values), window.mask, window.paths, WIDTH**-0.5
         )
         return x + mixed[:, 0, 0], new
 
