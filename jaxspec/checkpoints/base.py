@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.config import DeltaSizes, ModelConfig, is_table
 from jaxspec.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -197,6 +197,9 @@ def parse_config(where: str, values: Mapping[str, Any]) -> ModelConfig:
         InvalidConfig, KeyError, TypeError, ValueError: a field is invalid, missing or unknown.
     """
     values = dict(values)
+    if values.get("delta") is not None:
+        values["delta"] = DeltaSizes(**values["delta"])
+    values["recurrent"] = tuple(values.get("recurrent", ()))
     for name in ("rope", "window_rope"):
         if values[name] is not None:
             values[name] = Rope(**values[name] | {"divisors": tuple(values[name]["divisors"])})
@@ -280,10 +283,9 @@ def file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: i
     separate."""
     if parts == 1:
         return [shape if is_table(kind) or len(shape) > 2 else shape[::-1]]
-    *inputs, outputs = shape
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    widths = (query, key, key) if kind.startswith("qkv") else (outputs // parts,) * parts
-    return [(width, *inputs) for width in widths]
+    widths = config.projections(kind)
+    joined = sum(widths[: len(widths) - parts + 1])  # the first of the tensors may hold several projections
+    return [(width, *shape[:-1]) for width in (joined, *widths[len(widths) - parts + 1 :])]
 
 
 def join_arrays(arrays: list[np.ndarray], transpose: bool) -> np.ndarray:

@@ -93,20 +93,23 @@ def _tensors(
     tensors = folder.open_tensors(directory)
     stored = {key: tensor.stored for key, tensor in tensors.items()}
     named, left_out = text_names(tensors)
+    inside = [name for name in named if name.startswith(family.left_out)] if family.left_out else []
+    left_out = (*left_out, *(named.pop(name) for name in inside))
     tensors = {name: tensors[name_in_file] for name, name_in_file in named.items()}
     folder.check_types(tensors)
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         array = common.check_finite(tensor.where, name, tensor.read().astype(np.float32, copy=False))
-        return array + np.float32(family.norm_offset) if name.endswith("norm.weight") else array
+        offset = family.offset(name)
+        return array + np.float32(offset) if offset else array
 
     # Ignore the rotary frequencies in some old files (they follow from rope_theta), Medusa heads (see `jaxspec.heads`),
     # and the projection of a PARD-2 model (see `jaxspec.checkpoints.pard2`; without it the model drafts as PARD does).
     ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
     shapes = {key: tensor.stored.shape for key, tensor in tensors.items() if not ignored.fullmatch(key)}
     duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)
-    readers = common.canonical_tensors(str(directory), config, family.all_names(), shapes, read)
+    readers = common.canonical_tensors(str(directory), config, family.all_names(config.recurrent), shapes, read)
     readers = readers | {"embed": lambda: _read_tied(directory, read)} if duplicated else readers
     return readers, stored, left_out
 

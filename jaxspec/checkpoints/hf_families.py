@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.checkpoints.base import make_config
 from jaxspec.checkpoints.hf_rope import LAYER_TYPES, RopeReader
 from jaxspec.errors import CheckpointError
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import DeltaSizes, ModelConfig
 from jaxspec.models.rope import MAX_WIDTH
 
 _LAYER = "model.layers.{}."
@@ -31,7 +31,16 @@ _NAMES = {
     "down_bias": (_LAYER + "mlp.down_proj.bias",),
     "norm": ("model.norm.weight",),
     "head": ("lm_head.weight",),
+    "qkvz": (_LAYER + "linear_attn.in_proj_qkv.weight", _LAYER + "linear_attn.in_proj_z.weight"),
+    "rates": (_LAYER + "linear_attn.in_proj_b.weight", _LAYER + "linear_attn.in_proj_a.weight"),
+    "conv": (_LAYER + "linear_attn.conv1d.weight",),
+    "decay": (_LAYER + "linear_attn.A_log",),
+    "decay_bias": (_LAYER + "linear_attn.dt_bias",),
+    "gate_norm": (_LAYER + "linear_attn.norm.weight",),
 }
+_RECURRENT_OUT = "linear_attn.out_proj.weight"
+RECURRENT = "linear_attention"
+"""The entry of `layer_types` for a layer with Gated DeltaNet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +53,9 @@ class Family:
         names: file tensors of the parameters that are named differently.
         slides: `slides(settings, layer)` returns whether the layer has sliding-window attention, for a config.json
             without `layer_types`.
-        norm_offset: offset added to the weights of norms.
+        norm_offset: offset added to the weights of norms, except to that before the gate of a Gated DeltaNet.
+        required: entries of config.json that may have only these values; the first is meant if the entry is missing.
+        left_out: beginnings of the names of tensors that are left out, such as those of a drafter inside the model.
         embed_scaled: whether embeddings are multiplied by the square root of their width.
     """
 
@@ -54,10 +65,22 @@ class Family:
     slides: Callable[[Mapping, int], bool] = lambda settings, layer: False
     norm_offset: float = 0.0
     embed_scaled: bool = False
+    required: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
-    def all_names(self) -> dict[str, tuple[str, ...]]:
-        """Returns the file's tensors of each kind of parameter."""
-        return _NAMES | dict(self.names)
+    def all_names(self, recurrent: tuple[bool, ...] = ()) -> dict[str, tuple[str, ...]]:
+        """Returns the file's tensors of each kind of parameter, and of single parameters by their full names.
+
+        Args:
+            recurrent: `ModelConfig.recurrent`.
+        """
+        layers = (i for i, has_state in enumerate(recurrent) if has_state)
+        return _NAMES | dict(self.names) | {f"layers.{i}.out": (_LAYER.format(i) + _RECURRENT_OUT,) for i in layers}
+
+    def offset(self, tensor: str) -> float:
+        """Returns the offset that is added to the weights of a file's tensor."""
+        is_norm = tensor.endswith("norm.weight") and not tensor.endswith("linear_attn.norm.weight")
+        return self.norm_offset if is_norm else 0.0
 
 
 _QWEN = {
@@ -109,6 +132,32 @@ FAMILIES = {
     ),
 }
 
+_QWEN_HYBRID = Family(
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    parts={"qk_norm": True, "out_gate": True},
+    norm_offset=1.0,
+    required={
+        "attn_output_gate": (True,),
+        "output_gate_type": ("silu", "swish"),
+        "mamba_ssm_dtype": ("float32",),
+        "mtp_use_dedicated_embeddings": (False,),
+        "mlp_only_layers": ([],),
+    },
+    left_out=("mtp.",),
+)
+FAMILIES["qwen3_5_text"] = _QWEN_HYBRID
+
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SUPPORTED_VALUES = {
     "rope_interleaved": False,
@@ -120,7 +169,8 @@ _SUPPORTED_VALUES = {
 _INTEGER_SETTINGS = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "query_pre_attn_scalar", "sliding_window", "sliding_window_pattern",
-    "max_window_layers",
+    "max_window_layers", "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
 }  # fmt: skip
 """Settings that are whole numbers. Some tools write them as floats, such as 4096.0."""
 _MAX_LAYERS = 4096
@@ -145,6 +195,11 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         if (got := entries.get(key, plain)) != plain:
             raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; no other value is supported")
 
+    for key, allowed in family.required.items():
+        if (got := entries.get(key, allowed[0])) not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise CheckpointError(f"{where}: {key} is {got!r:.80}, expected {expected}; no other value is supported")
+
     def whole(key: str, default: int | None = None) -> int:
         value = entries.get(key, default)
         if type(value) is not int or value <= 0:
@@ -165,6 +220,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         raise CheckpointError(f"{where}: the width of a head is {head_dim}, expected at most {MAX_WIDTH}")
     longest = whole("max_position_embeddings", 2048)
     window, windowed = _windows(where, entries, family, layers)
+    recurrent = _recurrent(where, entries, layers)
     reader = RopeReader(where, entries, head_dim, longest, context)
     values: dict[str, Any] = {
         "vocab_size": whole("vocab_size"),
@@ -183,7 +239,11 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "qkv_bias": flag("attention_bias"),
         "out_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
+        "recurrent": recurrent,
     }
+    if recurrent:
+        sizes = (f"linear_{name}" for name in _DELTA_SIZES)
+        values["delta"] = DeltaSizes(*map(whole, sizes))
     if window and "rope_local_base_freq" in entries:
         values["window_rope"] = reader.read("sliding_attention")
     if family.embed_scaled:
@@ -191,6 +251,27 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     if "query_pre_attn_scalar" in entries and whole("query_pre_attn_scalar") != head_dim:
         values["query_scale"] = whole("query_pre_attn_scalar") ** -0.5
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
+
+
+_DELTA_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+"""Entries of config.json, after "linear_", in the order of `DeltaSizes`."""
+
+
+def _recurrent(where: str, entries: Mapping, layers: int) -> tuple[bool, ...]:
+    """Returns `recurrent` of the config."""
+    if "linear_num_value_heads" not in entries:
+        return ()
+    types = entries.get("layer_types")
+    if types is None:
+        interval = entries["full_attention_interval"]
+        if type(interval) is not int or interval < 1:
+            raise CheckpointError(
+                f"{where}: full_attention_interval is {interval!r:.80}, expected a whole number from 1"
+            )
+        found = tuple(bool((layer + 1) % interval) for layer in range(layers))
+    else:
+        found = tuple(kind == RECURRENT for kind in types)
+    return found if any(found) else ()
 
 
 def _number(key: str, value: Any) -> Any:
@@ -224,11 +305,10 @@ def _windows(where: str, entries: Mapping, family: Family, layers: int) -> tuple
     """Returns `window` and `windowed` of the config."""
     reach, types = entries.get("sliding_window"), entries.get("layer_types")
     if types is not None:
-        known = isinstance(types, list) and len(types) == layers and all(kind in LAYER_TYPES for kind in types)
+        kinds = ("full_attention", RECURRENT) if "linear_num_value_heads" in entries else LAYER_TYPES
+        known = isinstance(types, list) and len(types) == layers and all(kind in kinds for kind in types)
         if not known:
-            raise CheckpointError(
-                f"{where}: layer_types is {types!r:.80}, expected {layers} of {' and '.join(LAYER_TYPES)}"
-            )
+            raise CheckpointError(f"{where}: layer_types is {types!r:.80}, expected {layers} of {' and '.join(kinds)}")
         slides = tuple(kind == "sliding_attention" for kind in types)
     else:
         for key, least in (("sliding_window_pattern", 1), ("max_window_layers", 0)):

@@ -96,9 +96,10 @@ def _tensors(config: ModelConfig, family: Family, params: Any) -> dict[str, np.n
     for name, shape in config.param_shapes().items():
         *layer, leaf = name.split(".")
         array = np.asarray((params["layers"][int(layer[1])] if layer else params)[leaf])
-        files, kind = base.file_names(family.all_names(), name)
+        files, kind = base.file_names(family.all_names(config.recurrent), name)
         array = array.T if not is_table(kind) and array.ndim == 2 else array
-        array = array - np.float32(family.norm_offset) if kind.endswith("norm") and family.norm_offset else array
+        offset = family.offset(files[0])
+        array = array - np.float32(offset) if offset else array
         rows = [part[0] for part in base.file_shapes(config, kind, shape, len(files))]
         parts = np.split(array, np.cumsum(rows)[:-1])
         tensors |= {file: np.ascontiguousarray(part) for file, part in zip(files, parts, strict=True)}

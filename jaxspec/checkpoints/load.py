@@ -31,7 +31,7 @@ from jaxspec.core.mesh import MODEL, check_mesh
 from jaxspec.errors import InvalidConfig, in_source
 from jaxspec.kernels.library import describe_kernels, kernels_available, use_kernels
 from jaxspec.models import sharding
-from jaxspec.models.config import is_table
+from jaxspec.models.config import is_matrix, is_table
 from jaxspec.models.exact import resolve_exact
 from jaxspec.models.execution import ATTENTION_KINDS, Execution
 from jaxspec.models.model import Model
@@ -194,16 +194,16 @@ def read_params(
     tree: dict = {"layers": [{} for _ in range(checkpoint.config.num_layers)]}
     for done, (name, shape) in enumerate(shapes.items(), start=1):
         *layer, leaf = name.split(".")
-        if dtype == FILE_DTYPE and len(shape) > 1:
+        if dtype == FILE_DTYPE and is_matrix(leaf, len(shape)):
             array = checkpoint.native[name]()
         else:
             array = checkpoint.tensors[name]()
             check_shape(checkpoint.source, name, array.shape, shape)
             array = np.ascontiguousarray(
-                array, FLOAT_DTYPES[dtype if len(shape) > 1 and dtype in FLOAT_DTYPES else "float32"]
+                array, FLOAT_DTYPES[dtype if is_matrix(leaf, len(shape)) and dtype in FLOAT_DTYPES else "float32"]
             )
             array = check_finite(checkpoint.source, name, array)
-        if dtype == "int8" and len(shape) > 1:
+        if dtype == "int8" and is_matrix(leaf, len(shape)):
             array = Quantized.quantize(array, is_table(leaf))
         (tree["layers"][int(layer[1])] if layer else tree)[leaf] = put(leaf, array)
         if progress is not None:

@@ -94,7 +94,8 @@ class DFlashHead(HeadNetwork):
         self.config, self.execution = config, execution
         self.fc, self.hidden_norm, self.norm = matrix("fc"), vector("hidden_norm", 1), vector("norm", 1)
         self.layers = nnx.List(
-            TransformerBlock(c.decoder, dtype, rngs, None, execution) for _ in range(c.decoder.num_layers)
+            TransformerBlock(c.decoder, dtype, rngs, c.decoder.layer_shapes(i), execution)
+            for i in range(c.decoder.num_layers)
         )
         convs = c.decoder.num_layers if c.conv_size else 0
         self.convs = nnx.List(Convolutions(c, dtype, rngs) for _ in range(convs))

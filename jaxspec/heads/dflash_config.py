@@ -188,7 +188,7 @@ class DFlashConfig(TappedSizes):
         e, r = self.hidden_size, self.markov_rank
         shapes: dict[str, tuple[int, ...]] = {"fc": (self.num_taps * self.feature_size, e), "hidden_norm": (e,)}
         for layer in range(self.decoder.num_layers):
-            shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.decoder.block_shapes().items()}
+            shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.decoder.layer_shapes(layer).items()}
             for part in ("attention", "mlp") if self.conv_size else ():
                 shapes[f"convs.{layer}.{part}_base"] = (2, self.conv_size, e)
                 shapes[f"convs.{layer}.{part}_mix"] = (e, 2 * self.conv_size * e // self.conv_group)

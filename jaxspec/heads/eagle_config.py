@@ -101,8 +101,8 @@ class EagleConfig(TappedSizes):
         return default_eagle_taps(depth) if self.taps is None else self.taps
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of a layer's parameters: `ModelConfig.block_shapes`, except in the first layer."""
-        shapes = self.decoder.block_shapes()
+        """Returns the shapes of a layer's parameters: `ModelConfig.layer_shapes`, except in the first layer."""
+        shapes = self.decoder.layer_shapes(layer)
         if layer == 0 and self.version == 1:
             del shapes["attn_norm"]
         elif layer == 0:

@@ -36,12 +36,12 @@ def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> An
         config: the model's configuration.
         shards: the number of parts.
     """
-    return _regroup(leaf, _widths(name, config), shards, _group)
+    return _regroup(leaf, config.projections(name), shards, _group)
 
 
 def ungroup(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
     """Reorders the columns of a fused parameter into the order of the file: the inverse of `group_by_shard`."""
-    return _regroup(leaf, _widths(name, config), shards, _ungroup)
+    return _regroup(leaf, config.projections(name), shards, _ungroup)
 
 
 def file_order(lm: Any, params: Params) -> Params:
@@ -73,11 +73,6 @@ def gather(lm: Any, params: Params) -> tuple[Any, Params]:
     return lm.with_execution(shards=1, platform=None), whole
 
 
-def _widths(name: str, config: ModelConfig) -> tuple[int, ...]:
-    """Returns the widths of a fused parameter's projections, in units that are not split between devices."""
-    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
-    return heads if name.startswith("qkv") else (1, 1)
-
 
 def _regroup(leaf: Any, widths: tuple[int, ...], shards: int, reorder: Any) -> Any:
     reorder = functools.partial(reorder, widths=widths, shards=shards)
@@ -100,8 +95,7 @@ def _ungroup(leaf: Any, widths: tuple[int, ...], shards: int) -> Any:
 
 
 def _borders(size: int, widths: tuple[int, ...]) -> list[int]:
-    unit = size // sum(widths)
-    return [unit * sum(widths[:i]) for i in range(1, len(widths))]
+    return [size * sum(widths[:i]) // sum(widths) for i in range(1, len(widths))]
 
 
 def _is_matrix(leaf: Any) -> bool:

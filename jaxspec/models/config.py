@@ -7,6 +7,52 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.models.rope import Rope
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+FLOAT32_MATRICES = ("rates",)
+"""Small matrices that stay in float32 in every dtype, because they control how fast a state decays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of Gated DeltaNet layers (Yang et al. 2025, arXiv:2412.06464); see `jaxspec.models.delta`.
+
+    Attributes:
+        key_heads: the number of heads of queries and keys.
+        value_heads: the number of heads of values, each with a state; a multiple of `key_heads`.
+        key_width: the width of a query and of a key.
+        value_width: the width of a value.
+        taps: the number of tokens in the causal convolution, including the token itself.
+        tiled: whether value head h reads key head h mod `key_heads`, as in GGUF files, and not key head
+            h // (value_heads / key_heads).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int = 4
+    tiled: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.value_heads % self.key_heads:
+            raise InvalidConfig(f"value_heads ({self.value_heads}) must be a multiple of key_heads ({self.key_heads})")
+        if self.taps < 2:
+            raise InvalidConfig(f"taps must be at least 2, got {self.taps}")
+
+    @property
+    def keys(self) -> int:
+        """The width of the keys of all heads."""
+        return self.key_heads * self.key_width
+
+    @property
+    def values(self) -> int:
+        """The width of the values of all heads."""
+        return self.value_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """C, the number of channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +82,10 @@ class ModelConfig:
         qkv_bias, out_bias, mlp_bias: whether these projections have biases.
         qk_norm: whether an RMSNorm is applied to each head's queries and keys.
         post_norms: whether an RMSNorm is applied to the outputs of attention and MLP, before the residual addition.
+        out_gate: whether the outputs of attention are multiplied by the sigmoid of a gate, whose projection follows the
+            query of each head in `qkv`.
+        delta: the sizes of the layers with Gated DeltaNet in place of attention; None if there are no such layers.
+        recurrent: for each layer, whether it has Gated DeltaNet in place of attention; empty if no layer does.
     """
 
     vocab_size: int
@@ -60,6 +110,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    out_gate: bool = False
+    delta: DeltaSizes | None = None
+    recurrent: tuple[bool, ...] = ()
 
     def __post_init__(self):
         check_fields(self)
@@ -74,9 +127,22 @@ class ModelConfig:
                 f"windowed must have one entry for each of the {self.num_layers} layers and needs a window, "
                 f"got {len(self.windowed)} entries and window {self.window}"
             )
+        if bool(self.recurrent) != (self.delta is not None) or len(self.recurrent) not in (0, self.num_layers):
+            raise InvalidConfig(
+                f"recurrent must have one entry for each of the {self.num_layers} layers and needs delta, "
+                f"got {len(self.recurrent)} entries and delta {self.delta}"
+            )
         for rope in (self.rope, self.window_rope):
             if rope is not None:
                 rope.check(self.head_dim)
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Returns whether this layer has Gated DeltaNet in place of attention."""
+        return bool(self.recurrent) and self.recurrent[layer]
+
+    def place(self, layer: int) -> int:
+        """Returns the index of this layer among the layers of its kind, with which the stores of a cache are read."""
+        return sum(self.is_recurrent(i) == self.is_recurrent(layer) for i in range(layer))
 
     def window_of(self, layer: int) -> int | None:
         """Returns how many tokens this layer's attention sees, including the token itself; None for all."""
@@ -86,18 +152,12 @@ class ModelConfig:
         """Returns the rotary position embeddings of this layer."""
         return self.rope if self.window_rope is None or self.window_of(layer) is None else self.window_rope
 
-    def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the name and shape of every parameter of a block, such as `qkv`; see `param_shapes`."""
-        e, f, k = self.hidden_size, self.intermediate_size, self.head_dim
-        heads = (self.num_heads + 2 * self.num_kv_heads) * k
+    def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Returns the name and shape of every parameter of a layer, such as `qkv`; see `param_shapes`."""
+        e, f = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...] | None] = {
             "attn_norm": (e,),
-            "qkv": (e, heads),
-            "qkv_bias": (heads,) if self.qkv_bias else None,
-            "q_norm": (k,) if self.qk_norm else None,
-            "k_norm": (k,) if self.qk_norm else None,
-            "out": (self.num_heads * k, e),
-            "out_bias": (e,) if self.out_bias else None,
+            **(self._delta_shapes() if self.is_recurrent(layer) else self._attention_shapes()),
             "post_attn_norm": (e,) if self.post_norms else None,
             "mlp_norm": (e,),
             "gate_up": (e, 2 * f),
@@ -108,20 +168,62 @@ class ModelConfig:
         }
         return {name: shape for name, shape in shapes.items() if shape is not None}
 
+    def _attention_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        e, k, heads = self.hidden_size, self.head_dim, sum(self.projections("qkv"))
+        return {
+            "qkv": (e, heads),
+            "qkv_bias": (heads,) if self.qkv_bias else None,
+            "q_norm": (k,) if self.qk_norm else None,
+            "k_norm": (k,) if self.qk_norm else None,
+            "out": (self.num_heads * k, e),
+            "out_bias": (e,) if self.out_bias else None,
+        }
+
+    def _delta_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        e, d = self.hidden_size, self.delta
+        assert d is not None
+        return {
+            "qkvz": (e, d.channels + d.values),
+            "rates": (e, 2 * d.value_heads),
+            "conv": (d.channels, 1, d.taps),
+            "decay": (d.value_heads,),
+            "decay_bias": (d.value_heads,),
+            "gate_norm": (d.value_width,),
+            "out": (d.values, e),
+        }
+
+    def projections(self, name: str) -> tuple[int, ...]:
+        """Returns the widths of the projections side by side in a fused parameter, such as `qkv` or `gate_up_bias`."""
+        if name in ("qkvz", "rates"):
+            d = self.delta
+            assert d is not None
+            return (d.keys, d.keys, d.values, d.values) if name == "qkvz" else (d.value_heads, d.value_heads)
+        if name.startswith("qkv"):
+            queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            return queries * (1 + self.out_gate), keys, keys
+        return self.intermediate_size, self.intermediate_size
+
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the name and shape of every parameter.
 
         Matrices are `[in, out]`, except `embed` and `head`, which are `[V, E]`. Query, key and value projections are
-        fused into one matrix (`qkv`, in that order), and gate and up projections into another matrix (`gate_up`). Names
-        are dotted paths into the parameter tree, such as `layers.3.qkv`.
+        fused into one matrix (`qkv`, in that order), and gate and up projections into another matrix (`gate_up`). In a
+        layer with Gated DeltaNet, `qkvz` holds the projections to the convolution's channels and to the output gate,
+        and `rates` those to update rates and to decays. `decay` is the logarithm of minus the decay's factor. Names are
+        dotted paths into the parameter tree, such as `layers.3.qkv`.
         """
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in self.block_shapes().items()}
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in self.layer_shapes(i).items()}
         shapes["norm"] = (self.hidden_size,)
         if not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden_size)
         return shapes
+
+
+def is_matrix(name: str, axes: int) -> bool:
+    """Returns whether the parameter of this name and number of axes is a weight matrix, which has the model's dtype."""
+    return axes == 2 and name not in FLOAT32_MATRICES
 
 
 def is_table(name: str) -> bool:

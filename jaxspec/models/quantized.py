@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from jaxspec.core.records import Params
-from jaxspec.models.config import is_table
+from jaxspec.models.config import is_matrix, is_table
 from jaxspec.models.rows import NO_FUSION, Fused
 
 TILE_ROWS = 32  # rows of int8 in a tile of a TPU's memory
@@ -75,10 +75,11 @@ class Quantized:
 
 
 def quantize(params: Params) -> Params:
-    """Returns a transformer's parameters with every matrix quantized to int8; vectors stay float32."""
+    """Returns a transformer's parameters with every matrix quantized to int8; other arrays stay float32."""
 
     def convert(path: tuple, leaf: Any) -> Any:
-        return leaf if leaf.ndim < 2 else Quantized.quantize(leaf, is_table(path[-1].key))
+        name = path[-1].key
+        return Quantized.quantize(leaf, is_table(name)) if is_matrix(name, leaf.ndim) else leaf
 
     return jax.tree_util.tree_map_with_path(convert, params)
 

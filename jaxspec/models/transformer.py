@@ -7,21 +7,23 @@ plain arrays; caches are arguments.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.backend import exact_products
 from jaxspec.core import cache as caches
 from jaxspec.core.networks import check_taps
-from jaxspec.core.records import KV, Cache, Params, Window
+from jaxspec.core.records import KV, Cache, Entries, Params, Window
+from jaxspec.models import delta
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.delta import DeltaStore
 from jaxspec.models.execution import Execution
 from jaxspec.models.layer_calls import calls_of
 from jaxspec.models.layers import look_up, rotation
@@ -43,7 +45,7 @@ class Transformer(nnx.Module):
 
         self.embed = table()
         self.layers = nnx.List(
-            [TransformerBlock(config, dtype, rngs, None, execution) for _ in range(config.num_layers)]
+            [TransformerBlock(config, dtype, rngs, config.layer_shapes(i), execution) for i in range(config.num_layers)]
         )
         self.norm = nnx.Param(jnp.ones((config.hidden_size,), jnp.float32))
         self.head = None if config.tie_embeddings else table()
@@ -53,12 +55,12 @@ class Transformer(nnx.Module):
         self,
         window: Window,
         cache: Cache,
-        past: KV | None = None,
+        past: Entries | None = None,
         layers: int | None = None,
         taps: tuple[int, ...] = (),
         added: Float[Array, "B T E"] | None = None,
-    ) -> tuple[Float[Array, "B T F"], KV]:
-        """Returns the features, and the window's keys and values in the first `layers` layers; see `TransformerLM`."""
+    ) -> tuple[Float[Array, "B T F"], Entries]:
+        """Returns the features, and the window's entries in the first `layers` layers; see `TransformerLM`."""
         x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
         x = x if added is None else x + added
         entries, c = [], self.config
@@ -67,18 +69,57 @@ class Transformer(nnx.Module):
         norms = [block.norm_of(block.attn_norm) for block in blocks]
         streams = [read := calls.begin(x, norms[0])]
         for i, (block, following) in enumerate(zip(blocks, [*norms[1:], None])):
-            read, new = block(read, i, rotations[c.rope_of(i)], window, cache, past, following)
+            text, before = _of_kind(c, i, cache), None if past is None else _entries_of_kind(c, i, past)
+            read, new = block(read, i, rotations[c.rope_of(i)], window, text, before, following)
             entries.append(new)
             streams.append(read)
         features = calls.finish(read, Norm(self.norm[...], c.norm_eps, self.execution.kernels))
         if taps:
             features = jnp.concatenate([features, *(calls.residual(streams[tap]) for tap in taps)], axis=-1)
-        return features, caches.stack_layers(entries)
+        return features, _by_kind(c, entries)
 
     def logits(self, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Applies the output head."""
         table = self.embed if self.head is None else self.head
         return calls_of(self.execution).logits(features, table[...])
+
+
+class HybridStores(NamedTuple):
+    """The stores, or the entries, of a network with layers of two kinds.
+
+    Attributes:
+        full: the keys and values of the layers with attention, `[L, B, H, S, K]`.
+        recurrent: a `DeltaStore` or `DeltaEntries` for each layer with Gated DeltaNet. They are not stacked, because
+            XLA:CPU would copy the whole stack in every round.
+    """
+
+    full: KV
+    recurrent: tuple[Any, ...]
+
+
+def _of_kind(config: ModelConfig, layer: int, cache: Cache) -> Cache:
+    """Returns the cache with the stores of this layer's kind."""
+    return cache if config.delta is None else cache._replace(stores=_entries_of_kind(config, layer, cache.stores))
+
+
+def _entries_of_kind(config: ModelConfig, layer: int, entries: Any) -> Any:
+    if config.delta is None:
+        return entries
+    return entries.recurrent if config.is_recurrent(layer) else entries.full
+
+
+def _by_kind(config: ModelConfig, entries: Sequence[Any]) -> Entries:
+    """Returns the entries of all layers, given those of each layer."""
+    if config.delta is None:
+        return caches.stack_layers(entries)
+    full = [new for i, new in enumerate(entries) if not config.is_recurrent(i)]
+    if not full:  # the first layers of a network, which early exit runs, may all be recurrent
+        batch, tokens = entries[0].keys.shape[1], entries[0].keys.shape[3]
+        shape = (0, batch, config.num_kv_heads, tokens, config.head_dim)
+        return HybridStores(KV(jnp.zeros(shape), jnp.zeros(shape)), tuple(entries))
+    return HybridStores(
+        caches.stack_layers(full), tuple(new for i, new in enumerate(entries) if config.is_recurrent(i))
+    )
 
 
 EXACT_PATH = 32
@@ -166,9 +207,20 @@ class TransformerLM:
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         c = self.config
-        return caches.empty_cache(
-            self.depth, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype, platform=self.execution.platform
+        recurrent = sum(map(c.is_recurrent, range(self.depth)))
+        cache = caches.empty_cache(
+            self.depth - recurrent,
+            batch,
+            c.num_kv_heads,
+            capacity,
+            c.head_dim,
+            self.dtype,
+            platform=self.execution.platform,
         )
+        if c.delta is None:
+            return cache
+        states = tuple(DeltaStore.empty(c.delta, batch) for _ in range(recurrent))
+        return cache._replace(stores=HybridStores(cache.stores, states))
 
     def _module(self, params: Params) -> Transformer:
         return nnx.merge(graph(self.config, self.execution.resolve()), nnx.State(params))
@@ -178,9 +230,9 @@ class TransformerLM:
         params: Params,
         window: Window,
         cache: Cache,
-        past: KV | None = None,
+        past: Entries | None = None,
         added: Float[Array, "B T E"] | None = None,
-    ) -> tuple[Float[Array, "B T F"], KV]:
+    ) -> tuple[Float[Array, "B T F"], Entries]:
         """Reads a window; see `LanguageModel`. `added` is added to the embeddings of the window's tokens."""
         twice = self._exact_on_gpu and self.execution.products == "xla" and window.tokens.size == 1
         if not twice:
@@ -190,7 +242,25 @@ class TransformerLM:
         features, entries = self._module(params)(_twice(window), cache, past, self.layers, self.taps, added)
         return features[:, :1], jax.tree.map(lambda leaf: leaf[:, :, :, :1], entries)
 
-    commit = staticmethod(caches.append_to_cache)
+    def commit(
+        self,
+        cache: Cache,
+        entries: Entries,
+        nodes: Int[Array, "B M"] | None,
+        count: Int[Array, "B"],
+        after: Array | int = 0,
+    ) -> Cache:
+        """Commits some tokens of a window; see `LanguageModel`."""
+        delta_sizes = self.config.delta
+        if delta_sizes is None:
+            return caches.append_to_cache(cache, entries, nodes, count, after)
+        full, states = cache.stores
+        text = caches.append_to_cache(Cache(full, cache.length), entries.full, nodes, count, after)
+        states = tuple(
+            delta.commit(state, new, nodes, count, cache.length, delta_sizes.tiled)
+            for state, new in zip(states, entries.recurrent)
+        )
+        return text._replace(stores=HybridStores(text.stores, states))
 
     def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
         logits = self._module(params).logits(features[..., : self.config.hidden_size] if self.taps else features)

@@ -1,25 +1,30 @@
-"""A block of a decoder-only transformer of the Llama family: attention and a gated MLP."""
+"""A block of a decoder-only transformer of the Llama family: attention or Gated DeltaNet, and a gated MLP."""
 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Window
+from jaxspec.models import delta
 from jaxspec.models.attention import sliding_window_mask
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import FLOAT32_MATRICES, ModelConfig
+from jaxspec.models.delta import DeltaEntries, DeltaParams, DeltaStore
 from jaxspec.models.execution import Execution
 from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of, side_by_side
 from jaxspec.models.rows import Linear, Norm
 
 
 class TransformerBlock(nnx.Module):
-    """A pre-norm transformer block: attention and gated MLP, each with a residual connection.
+    """A pre-norm transformer block: a mixer and a gated MLP, each with a residual connection.
 
+    The mixer is attention or Gated DeltaNet. It reads the tokens before a token, and is all that reads a cache.
     Activations are float32 between matmuls. Matrices have the model's dtype; norms and biases are float32.
     """
 
@@ -28,20 +33,27 @@ class TransformerBlock(nnx.Module):
         config: ModelConfig,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
-        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]],
         execution: Execution = Execution(),
     ):
-        """Draws parameters of these shapes, `config.block_shapes()` by default."""
-        shapes = config.block_shapes() if shapes is None else shapes
+        """Draws parameters of these shapes, such as `config.layer_shapes(0)`."""
 
-        def matrix(name: str) -> nnx.Param:
-            rows, columns = shapes[name]
-            init = nnx.initializers.normal(rows**-0.5)
-            return nnx.Param(init(rngs.params(), (rows, columns), jnp.float32).astype(dtype))
+        def matrix(name: str) -> nnx.Param | None:
+            if name not in shapes:
+                return None
+            init = nnx.initializers.normal(shapes[name][0] ** -0.5)
+            own = jnp.float32 if name in FLOAT32_MATRICES else dtype
+            return nnx.Param(init(rngs.params(), shapes[name], jnp.float32).astype(own))
 
         def vector(name: str, value: float) -> nnx.Param | None:
             shape = shapes.get(name)
             return None if shape is None else nnx.Param(jnp.full(shape, value, jnp.float32))
+
+        def taps() -> nnx.Param | None:
+            if "conv" not in shapes:
+                return None
+            draw = nnx.initializers.normal(shapes["conv"][-1] ** -0.5)
+            return nnx.Param(draw(rngs.params(), shapes["conv"], jnp.float32))
 
         self.config, self.execution = config, execution
         self.attn_norm, self.mlp_norm = vector("attn_norm", 1), vector("mlp_norm", 1)
@@ -51,6 +63,9 @@ class TransformerBlock(nnx.Module):
         self.gate_up_bias, self.down_bias = vector("gate_up_bias", 0), vector("down_bias", 0)
         self.q_norm, self.k_norm = vector("q_norm", 1), vector("k_norm", 1)
         self.post_attn_norm, self.post_mlp_norm = vector("post_attn_norm", 1), vector("post_mlp_norm", 1)
+        self.qkvz, self.rates = matrix("qkvz"), matrix("rates")
+        self.decay, self.decay_bias = vector("decay", 0), vector("decay_bias", 0)
+        self.gate_norm, self.conv = vector("gate_norm", 1), taps()
 
     def __call__(
         self,
@@ -59,9 +74,9 @@ class TransformerBlock(nnx.Module):
         rotation: tuple[Array, Array],
         window: Window,
         cache: Cache,
-        past: KV | None,
+        past: Any,
         following: Norm | None,
-    ) -> tuple[Any, KV]:
+    ) -> tuple[Any, Any]:
         """Runs the block.
 
         Args:
@@ -69,15 +84,18 @@ class TransformerBlock(nnx.Module):
             layer: the number of the layer.
             rotation: the cosines and sines of the tokens' positions.
             window: the tokens.
-            cache: the keys and values of earlier tokens.
-            past: the keys and values of earlier tokens of the same window.
+            cache: the text, in the stores of the layers of this kind: a `KV`, or a `DeltaStore` for each layer.
+            past: the entries of earlier tokens of the same window, of the layers of this kind.
             following: the first norm of the next block; None if no block follows.
 
         Returns:
-            The input of the next block, and this layer's keys and values `[B, H, T, K]`.
+            The input of the next block, and this layer's entries: keys and values `[B, H, T, K]`, or `DeltaEntries`.
         """
         calls = calls_of(self.execution)
-        mixed, new = self._mix(calls, read, layer, rotation, window, cache, past)
+        if self.config.is_recurrent(layer):
+            mixed, new = self._mix_recurrently(calls, read, layer, window, cache, past)
+        else:
+            mixed, new = self._mix(calls, read, layer, rotation, window, cache, past)
         out, down = Linear.of(self.out, self.out_bias), Linear.of(self.down, self.down_bias)
         read = calls.add(read, mixed, out, self.norm_of(self.post_attn_norm), self.norm_of(self.mlp_norm))
         gated = calls.gate(read, Linear.of(self.gate_up, self.gate_up_bias), self.config.activation)
@@ -94,17 +112,37 @@ class TransformerBlock(nnx.Module):
         past: KV | None,
     ) -> tuple[Any, KV]:
         """Returns the outputs of all heads, for `LayerCalls.add`, and this layer's keys and values `[B, H, T, K]`."""
-        c, dtype = self.config, caches.value_dtype(cache.stores.keys.dtype)
-        queries, new = self._split(calls, read, rotation, dtype)
-        seen = new if past is None else KV(*(jnp.concatenate([a[layer], b], 2) for a, b in zip(past, new)))
+        c, dtype, place = self.config, caches.value_dtype(cache.stores.keys.dtype), self.config.place(layer)
+        queries, new, gate = self._split(calls, read, rotation, dtype)
+        seen = new if past is None else KV(*(jnp.concatenate([a[place], b], 2) for a, b in zip(past, new)))
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        return calls.attend(queries, cache, layer, seen, mask, window.paths, scale, first_seen), new
+        mixed = calls.attend(queries, cache, place, seen, mask, window.paths, scale, first_seen)
+        return mixed if gate is None else _gated(mixed, gate), new
 
-    def _split(self, calls: LayerCalls, read: Any, rotation: tuple[Array, Array], dtype: DTypeLike) -> tuple[Any, KV]:
-        c, norms = self.config, (self.norm_of(self.q_norm), self.norm_of(self.k_norm))
+    def _mix_recurrently(
+        self, calls: LayerCalls, read: Any, layer: int, window: Window, cache: Cache, past: Any
+    ) -> tuple[Float[Array, "B T J"], DeltaEntries]:
+        """Returns the outputs of Gated DeltaNet, and this layer's entries."""
+        c, place = self.config, self.config.place(layer)
+        assert c.delta is not None
+        params = DeltaParams(self.conv[...], self.decay[...], self.decay_bias[...], self.gate_norm[...])
+        projected = calls.project(read, Linear.of(self.qkvz, None))
+        rates = calls.project(read, Linear.of(self.rates, None))
+        store, before = cache.stores[place], None if past is None else past[place]
+        return delta.mix(
+            projected, rates, params, c.delta, window, store, cache.length, before, c.norm_eps, self.execution
+        )
+
+    def _split(
+        self, calls: LayerCalls, read: Any, rotation: tuple[Array, Array], dtype: DTypeLike
+    ) -> tuple[Any, KV, Float[Array, "B T J"] | None]:
+        """Returns queries, keys and values, and the projection of the gate."""
+        c, norms, gate = self.config, (self.norm_of(self.q_norm), self.norm_of(self.k_norm)), None
         projected = calls.project(read, Linear.of(self.qkv, self.qkv_bias))
-        return calls.split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms)
+        if c.out_gate:
+            projected, gate = _split_gate(projected, c, self.execution.shards)
+        return *calls.split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms), gate
 
     def norm_of(self, scale: nnx.Param | None) -> Norm | None:
         """Returns the RMSNorm with this scale; None without a scale."""
@@ -121,7 +159,7 @@ class TransformerBlock(nnx.Module):
         self, read: Float[Array, "B T I"], rotation: tuple[Array, Array], dtype: DTypeLike
     ) -> tuple[Float[Array, "B H G T K"], KV]:
         """Returns an input's rotated queries, and its keys and values."""
-        return self._split(self._fused, FusedInput(read, None), rotation, dtype)
+        return self._split(self._fused, FusedInput(read, None), rotation, dtype)[:2]
 
     def attention(
         self,
@@ -159,3 +197,21 @@ class TransformerBlock(nnx.Module):
         gated = self._fused.gate(read, Linear.of(self.gate_up, self.gate_up_bias), self.config.activation)
         down = Linear.of(self.down, self.down_bias)
         return self._fused.leave(gated, down, self.norm_of(self.post_mlp_norm), residual)
+
+
+def _split_gate(
+    projected: Float[Array, "B T J"], config: ModelConfig, shards: int
+) -> tuple[Float[Array, "B T J2"], Float[Array, "B T J3"]]:
+    """Returns the projection without the gate, which follows the query of each head, and the gate of all heads."""
+    c, lead = config, projected.shape[:-1]
+    each = projected.reshape(*lead, shards, -1)
+    queries = c.num_heads // shards
+    both = each[..., : 2 * queries * c.head_dim].reshape(*lead, shards, queries, 2, c.head_dim)
+    plain = both[..., 0, :].reshape(*lead, shards, -1)
+    rest = jnp.concatenate([plain, each[..., 2 * queries * c.head_dim :]], -1)
+    return rest.reshape(*lead, -1), both[..., 1, :].reshape(*lead, -1)
+
+
+def _gated(mixed: Float[Array, "B T J"], gate: Float[Array, "B T J"]) -> Float[Array, "B T J"]:
+    # With the barriers, XLA compiles this operation alone, and its bits do not depend on what surrounds it.
+    return lax.optimization_barrier(mixed * jax.nn.sigmoid(lax.optimization_barrier(gate)))

@@ -51,6 +51,25 @@ _GEMMA = {
     "rope_local_base_freq": 1e4,
 }
 
+_HYBRID = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+
 CASES: dict[str, dict] = {
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-mha-biases": {
@@ -113,6 +132,16 @@ CASES: dict[str, dict] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "num_key_value_heads": 1,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "qwen3.5": _HYBRID,
+    "qwen3.5-tied": _HYBRID
+    | {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 6,
+        "linear_value_head_dim": 8,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "num_hidden_layers": 3,
     },
 }
 

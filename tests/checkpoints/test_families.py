@@ -55,7 +55,7 @@ def logits_in_pieces(model, tokens: list[int]) -> np.ndarray:
         at = cache.length[:, None] + jnp.arange(PIECE)
         window = Window(piece, at, jnp.tri(PIECE, dtype=bool)[None])
         features, entries = model.lm.apply(params, window, cache)
-        return model.lm.head(params, features), caches.append_to_cache(cache, entries, None, jnp.full((1,), PIECE))
+        return model.lm.head(params, features), model.lm.commit(cache, entries, None, jnp.full((1,), PIECE))
 
     cache, found = model.lm.init_cache(1, LENGTH), []
     for start in range(0, LENGTH, PIECE):

@@ -17,7 +17,8 @@ def random_tensor(case: str, name: str, shape: list[int]) -> np.ndarray:
     """The weights of one tensor, float32."""
     rng = np.random.default_rng(zlib.crc32(f"{case}/{name}".encode()))
     scale = 0.3 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
-    around = 0.0 if case.startswith("gemma") or not name.endswith("norm.weight") else 1.0
+    plain = case.startswith(("gemma", "qwen3.5")) and not name.endswith("linear_attn.norm.weight")
+    around = 0.0 if plain or not name.endswith("norm.weight") else 1.0
     return (around + scale * rng.standard_normal(shape)).astype(np.float32)
 
 

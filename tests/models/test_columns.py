@@ -37,7 +37,7 @@ def test_a_placed_model_is_read_as_on_one_device(every):
 @pytest.mark.parametrize("name", FUSED_PARAMS)
 def test_grouping_is_undone(name, shards):
     config = tiny_config(num_heads=8, num_kv_heads=4)
-    shapes = tiny_config(num_heads=8, num_kv_heads=4, qkv_bias=True, mlp_bias=True).block_shapes()
+    shapes = tiny_config(num_heads=8, num_kv_heads=4, qkv_bias=True, mlp_bias=True).layer_shapes(0)
     leaf = np.arange(np.prod(shapes[name])).reshape(shapes[name])
     grouped = group_by_shard(name, leaf, config, shards)
     assert np.array_equal(ungroup(name, grouped, config, shards), leaf)
