@@ -96,6 +96,18 @@ def verifies(rule: Rule, topology: Topology) -> bool:
     return True
 
 
+LAYER: dict[str, Any] = {
+    "num_layers": 1,
+    "window": None,
+    "windowed": (),
+    "window_rope": None,
+    "out_gate": False,
+    "delta": None,
+    "recurrent": (),
+}
+"""What differs between a target's config and that of a head's layer."""
+
+
 def random_heads(target: jaxspec.Model, count: int = 2) -> jaxspec.DraftHeads:
     """Returns heads with random parameters; the parameters that training starts from repeat the target's law."""
     rng = np.random.default_rng(0)
@@ -109,7 +121,7 @@ def random_heads(target: jaxspec.Model, count: int = 2) -> jaxspec.DraftHeads:
 def random_eagle(target: jaxspec.Model) -> jaxspec.DraftHeads:
     """Returns an EAGLE-3.1 head with random parameters, which reads two taps and drafts every other token."""
     sizes = instance(TransformerLM, target.lm).config
-    decoder = dataclasses.replace(sizes, num_layers=1, window=None, windowed=(), window_rope=None)
+    decoder = dataclasses.replace(sizes, **LAYER)
     ids = np.arange(0, sizes.vocab_size, 2)
     config = EagleConfig(
         decoder, taps=(1, 1), draft_vocab_size=len(ids), fc_norm=True, norm_output=True, own_projection=True
@@ -120,7 +132,7 @@ def random_eagle(target: jaxspec.Model) -> jaxspec.DraftHeads:
 def random_dflash(target: jaxspec.Model) -> jaxspec.DraftHeads:
     """Returns a DSpark head with random parameters, which reads two taps and drafts every other token."""
     sizes = instance(TransformerLM, target.lm).config
-    decoder = dataclasses.replace(sizes, num_layers=1, window=None, windowed=(), window_rope=None, qk_norm=True)
+    decoder = dataclasses.replace(sizes, **LAYER, qk_norm=True)
     ids = np.arange(0, sizes.vocab_size, 2)
     config = DFlashConfig(
         decoder, 5, 0, taps=(1, 1), markov="rnn", markov_rank=4, confidence=True, draft_vocab_size=len(ids)

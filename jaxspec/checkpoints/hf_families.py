@@ -242,8 +242,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "recurrent": recurrent,
     }
     if recurrent:
-        sizes = (f"linear_{name}" for name in _DELTA_SIZES)
-        values["delta"] = DeltaSizes(*map(whole, sizes))
+        values["delta"] = DeltaSizes(**{name: whole(f"linear_{key}") for name, key in _DELTA_SIZES.items()})
     if window and "rope_local_base_freq" in entries:
         values["window_rope"] = reader.read("sliding_attention")
     if family.embed_scaled:
@@ -253,8 +252,14 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     return make_config(where, **values | dict(family.parts), max_position=reader.longest), family
 
 
-_DELTA_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-"""Entries of config.json, after "linear_", in the order of `DeltaSizes`."""
+_DELTA_SIZES = {
+    "key_heads": "num_key_heads",
+    "value_heads": "num_value_heads",
+    "key_width": "key_head_dim",
+    "value_width": "value_head_dim",
+    "taps": "conv_kernel_dim",
+}
+"""The entry of config.json, without "linear_", for each field of `DeltaSizes`."""
 
 
 def _recurrent(where: str, entries: Mapping, layers: int) -> tuple[bool, ...]:

@@ -117,3 +117,61 @@ def heads(
         x.astype(jnp.float32), cosines, sines, *map(_optional, norms), epsilon=np.float32(epsilon)
     )
     return as_values(queries), as_values(keys), as_values(values)
+
+
+def delta_net(
+    projected: Float[Array, "B T J"],
+    rates: Float[Array, "B T R"],
+    params: Sequence[Array],
+    mask: Bool[Array, "B T W"],
+    length: Int[Array, "B"],
+    store: Sequence[Array],
+    past: Sequence[Array],
+    epsilon: float,
+    unit_epsilon: float,
+    tiled: bool,
+) -> tuple[Float[Array, "B T O"], Float[Array, "B Hk T Kk"], Float[Array, "B Hv T Kv"], Float[Array, "B Hv T"]]:
+    """Computes a layer with Gated DeltaNet; see `jaxspec.models.delta.mix`.
+
+    Args:
+        projected: inputs of the convolution, and of the gate.
+        rates: projections to update rates, and to decays.
+        params: `DeltaParams`.
+        mask: which tokens of the window are on the path of each token.
+        length: the number of tokens of text in each row.
+        store: `DeltaStore`.
+        past: inputs `[B, P, C]`, keys `[B, Hk, P, Kk]`, deltas `[B, Hv, P, Kv]` and decays `[B, Hv, P]`.
+        epsilon: the epsilon of the norm before the gate.
+        unit_epsilon: the epsilon under the root with which queries and keys are scaled to length 1.
+        tiled: see `DeltaSizes`.
+
+    Returns:
+        The gated outputs, keys, deltas and decays.
+    """
+    (batch, tokens, _), (_, heads, keys, values) = projected.shape, store[1].shape
+    shared = past[1].shape[1]
+    shapes = (batch, tokens, heads * values), (batch, shared, tokens, keys), (batch, heads, tokens, values)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (*shapes, shapes[2][:3])]
+    call = jax.ffi.ffi_call("jaxspec_delta", results, vmap_method="sequential")
+    arrays = projected, rates, *params, mask, length.astype(jnp.int32), *store, *past
+    attributes = {"epsilon": np.float32(epsilon), "unit_epsilon": np.float32(unit_epsilon), "tiled": np.int64(tiled)}
+    out, keys, deltas, decays = call(*arrays, **attributes)
+    return out, keys, deltas, decays
+
+
+def commit_delta_net(
+    state: Float[Array, "B Hv Kk Kv"],
+    keys: Float[Array, "B Hk T Kk"],
+    deltas: Float[Array, "B Hv T Kv"],
+    decays: Float[Array, "B Hv T"],
+    nodes: Int[Array, "B M"] | None,
+    count: Int[Array, "B"],
+    length: Int[Array, "B"],
+    tiled: bool,
+) -> Float[Array, "B Hv Kk Kv"]:
+    """Adds the first `count` nodes of each row to its states; see `jaxspec.models.delta.commit`."""
+    nodes = jnp.zeros((len(count), 0), jnp.int32) if nodes is None else nodes.astype(jnp.int32)
+    out = jax.ShapeDtypeStruct(state.shape, jnp.float32)
+    call = jax.ffi.ffi_call("jaxspec_delta_commit", out, vmap_method="sequential", input_output_aliases={0: 0})
+    whole = count.astype(jnp.int32), length.astype(jnp.int32)
+    return call(state, keys, deltas, decays, nodes, *whole, tiled=np.int64(tiled))

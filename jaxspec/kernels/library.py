@@ -42,7 +42,14 @@ TOKEN_COSTS = {
 }
 """The measured cost of tokens on two cores, by kind of processor and by `dtype` of `jaxspec.load`
 (`scripts/measure/speed.py widths`)."""
-TARGETS = ("jaxspec_multiply", "jaxspec_attend", "jaxspec_rms_norm", "jaxspec_heads")
+TARGETS = (
+    "jaxspec_multiply",
+    "jaxspec_attend",
+    "jaxspec_rms_norm",
+    "jaxspec_heads",
+    "jaxspec_delta",
+    "jaxspec_delta_commit",
+)
 
 
 @functools.cache

@@ -73,7 +73,6 @@ def gather(lm: Any, params: Params) -> tuple[Any, Params]:
     return lm.with_execution(shards=1, platform=None), whole
 
 
-
 def _regroup(leaf: Any, widths: tuple[int, ...], shards: int, reorder: Any) -> Any:
     reorder = functools.partial(reorder, widths=widths, shards=shards)
     if isinstance(leaf, Quantized):  # values [O, I] and scales [O]

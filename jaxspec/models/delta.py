@@ -22,7 +22,7 @@ heads, Kk and Kv their widths, C channels of the convolution, F its taps.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.records import Window
+from jaxspec.kernels import calls
 from jaxspec.models.config import DeltaSizes
 from jaxspec.models.execution import Execution
 
@@ -66,9 +67,9 @@ class DeltaParams(NamedTuple):
     """A layer's parameters beside its projections; see `ModelConfig.param_shapes`."""
 
     conv: Float[Array, "C 1 F"]
-    decay: Float[Array, "Hv"]
-    decay_bias: Float[Array, "Hv"]
-    gate_norm: Float[Array, "Kv"]
+    decay: Float[Array, " Hv"]
+    decay_bias: Float[Array, " Hv"]
+    gate_norm: Float[Array, " Kv"]
 
 
 class _Heads(NamedTuple):
@@ -108,7 +109,48 @@ def mix(
         epsilon: the epsilon of the norm before the gate.
         execution: how to compute the layer, and how many devices share it.
     """
-    s, mask, shards = sizes, window.mask, execution.shards
+
+    def plain(*arrays: Any) -> tuple[Array, DeltaEntries]:
+        return _with_xla(sizes, epsilon, execution.shards, *arrays)
+
+    def kernel(
+        projected: Array,
+        rates: Array,
+        params: DeltaParams,
+        mask: Array,
+        store: DeltaStore,
+        length: Array,
+        past: DeltaEntries | None,
+    ) -> tuple[Array, DeltaEntries]:
+        past = _no_entries(sizes, len(length)) if past is None else past
+        earlier = past.inputs[0, :, 0], past.keys[0], past.deltas[0], past.decays[0, ..., 0]
+        results = calls.delta_net(
+            projected, rates, params, mask, length, store, earlier, epsilon, NORM_EPSILON, sizes.tiled
+        )
+        out, keys, deltas, decays = results
+        inputs = projected[None, :, None, :, : sizes.channels]
+        return out, DeltaEntries(inputs, keys[None], deltas[None], decays[None, ..., None])
+
+    arrays = projected, rates, params, window.mask, store, length, past
+    if not execution.kernels or execution.shards > 1:
+        return plain(*arrays)
+    return lax.platform_dependent(*arrays, cpu=kernel, default=plain)
+
+
+def _with_xla(
+    sizes: DeltaSizes,
+    epsilon: float,
+    shards: int,
+    projected: Float[Array, "B T J"],
+    rates: Float[Array, "B T R"],
+    params: DeltaParams,
+    mask: Bool[Array, "B T W"],
+    store: DeltaStore,
+    length: Int[Array, "B"],
+    past: DeltaEntries | None,
+) -> tuple[Float[Array, "B T O"], DeltaEntries]:
+    """Computes `mix` with XLA's own operations."""
+    s = sizes
     batch, tokens, _ = projected.shape
     inputs, gate = _split(projected, (s.keys, s.keys, s.values, s.values), shards, (3,))
     update, fade = _split(rates, (s.value_heads, s.value_heads), shards, (1,))
@@ -139,6 +181,13 @@ def mix(
     return jnp.moveaxis(gated, 1, 2).reshape(batch, tokens, -1), entries
 
 
+def _no_entries(sizes: DeltaSizes, batch: int) -> DeltaEntries:
+    """Returns the entries of a window of no tokens."""
+    s = sizes
+    shapes = (1, 0, s.channels), (s.key_heads, 0, s.key_width), (s.value_heads, 0, s.value_width), (s.value_heads, 0, 1)
+    return DeltaEntries(*(jnp.zeros((1, batch, *shape), jnp.float32) for shape in shapes))
+
+
 def commit(
     store: DeltaStore,
     entries: DeltaEntries,
@@ -146,24 +195,42 @@ def commit(
     count: Int[Array, "B"],
     length: Int[Array, "B"],
     tiled: bool = False,
+    execution: Execution = Execution(),
 ) -> DeltaStore:
     """Returns the store after some tokens of a window have become text; see `LanguageModel.commit`.
 
     Entries that are not finite are added as zeros.
+
+    Args:
+        store: the text.
+        entries: the entries of the window's tokens.
+        nodes: the tokens to commit, in their order; None for the window's tokens in their own order.
+        count: the number of tokens to commit in each row.
+        length: the number of tokens of text in each row; rows of length 0 are empty.
+        tiled: see `DeltaSizes`.
+        execution: how to compute the states.
     """
     size = entries.keys.shape[3] if nodes is None else nodes.shape[1]
-    real = jnp.arange(size) < count[:, None]
-    path = DeltaEntries(*(_select(a[0], nodes, real) for a in entries))
-    started = (length > 0)[:, None, None]
-    pool = jnp.concatenate([jnp.where(started, store.inputs, 0), path.inputs[:, 0]], 1)
+    real, started = jnp.arange(size) < count[:, None], length > 0
+    text = jnp.where(started[:, None, None], store.inputs, 0)
+    pool = jnp.concatenate([text, _select(entries.inputs[0], nodes, real)[:, 0]], 1)
     at = count[:, None] + jnp.arange(store.inputs.shape[1])
     kept = jnp.take_along_axis(pool, at[..., None], axis=1, mode="promise_in_bounds")
-    decays = path.decays[..., 0]
-    after = _sum_after(decays)
-    keys = _spread(path.keys, store.state.shape[1], tiled) * jnp.exp(after)[..., None]
-    added = _dot("bhmk,bhmv->bhkv", keys, path.deltas)
-    left = jnp.where(started[..., None], jnp.exp(decays.sum(-1))[..., None, None], 0)
-    return DeltaStore(kept, store.state * left + added)
+
+    def plain(state: Array, entries: DeltaEntries, nodes: Array | None) -> Array:
+        keys, deltas, decays = (_select(a[0], nodes, real) for a in entries[1:])
+        decays = decays[..., 0]
+        keys = _spread(keys, state.shape[1], tiled) * jnp.exp(_sum_after(decays))[..., None]
+        left = jnp.where(started[:, None, None, None], jnp.exp(decays.sum(-1))[..., None, None], 0)
+        return state * left + _dot("bhmk,bhmv->bhkv", keys, deltas)
+
+    def kernel(state: Array, entries: DeltaEntries, nodes: Array | None) -> Array:
+        keys, deltas, decays = (a[0] for a in entries[1:])
+        return calls.commit_delta_net(state, keys, deltas, decays[..., 0], nodes, count, length, tiled)
+
+    if not execution.kernels or execution.shards > 1:
+        return DeltaStore(kept, plain(store.state, entries, nodes))
+    return DeltaStore(kept, lax.platform_dependent(store.state, entries, nodes, cpu=kernel, default=plain))
 
 
 def _select(a: Array, nodes: Int[Array, "B M"] | None, real: Bool[Array, "B M"]) -> Array:
@@ -243,7 +310,7 @@ def _in_parts(
     heads: _Heads, mask: Bool[Array, "B T W"], state: Array, past: DeltaEntries | None, tiled: bool
 ) -> tuple[Float[Array, "B Hv T Kv"], Float[Array, "B Hv T Kv"]]:
     """Returns outputs and deltas of a long window, of which each part reads the parts before it as its past."""
-    batch, tokens, width = mask.shape
+    tokens, width = mask.shape[1:]
     count = -(-tokens // SYSTEM_TOKENS)
     padding = count * SYSTEM_TOKENS - tokens
 

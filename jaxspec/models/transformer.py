@@ -257,7 +257,7 @@ class TransformerLM:
         full, states = cache.stores
         text = caches.append_to_cache(Cache(full, cache.length), entries.full, nodes, count, after)
         states = tuple(
-            delta.commit(state, new, nodes, count, cache.length, delta_sizes.tiled)
+            delta.commit(state, new, nodes, count, cache.length, delta_sizes.tiled, self.execution.resolve())
             for state, new in zip(states, entries.recurrent)
         )
         return text._replace(stores=HybridStores(text.stores, states))

@@ -15,7 +15,7 @@ from jaxspec.core.records import KV, Cache, Window
 from jaxspec.models import delta
 from jaxspec.models.attention import sliding_window_mask
 from jaxspec.models.config import FLOAT32_MATRICES, ModelConfig
-from jaxspec.models.delta import DeltaEntries, DeltaParams, DeltaStore
+from jaxspec.models.delta import DeltaEntries, DeltaParams
 from jaxspec.models.execution import Execution
 from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of, side_by_side
 from jaxspec.models.rows import Linear, Norm
@@ -126,7 +126,8 @@ class TransformerBlock(nnx.Module):
         """Returns the outputs of Gated DeltaNet, and this layer's entries."""
         c, place = self.config, self.config.place(layer)
         assert c.delta is not None
-        params = DeltaParams(self.conv[...], self.decay[...], self.decay_bias[...], self.gate_norm[...])
+        vectors: Any = (self.conv, self.decay, self.decay_bias, self.gate_norm)
+        params = DeltaParams(*(vector[...] for vector in vectors))
         projected = calls.project(read, Linear.of(self.qkvz, None))
         rates = calls.project(read, Linear.of(self.rates, None))
         store, before = cache.stores[place], None if past is None else past[place]

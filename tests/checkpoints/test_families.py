@@ -23,7 +23,6 @@ from helpers.tiers import with_slow
 from jaxspec.checkpoints.hf_families import FAMILIES, read_config
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
-from jaxspec.core import cache as caches
 from jaxspec.core.records import Window
 from jaxspec.errors import CheckpointError, InvalidConfig
 

@@ -145,7 +145,10 @@ def test_prompts_that_fill_the_room():
     rounds, own = np.asarray(state.round), instance(BridgedState, state.draft)
     assert drafts[0] == 0 < drafts[1] < rounds[1]
     assert drafts[2] == rounds[2]
-    cached, read = np.asarray(own.model.cache.stores.keys)[0, :, 0, :, 0].astype(int), np.asarray(own.model.cache.length)
+    cached, read = (
+        np.asarray(own.model.cache.stores.keys)[0, :, 0, :, 0].astype(int),
+        np.asarray(own.model.cache.length),
+    )
     assert (read > 0).tolist() == [False, True, True]
     for b in range(3):
         assert cached[b, : read[b]].tolist() == np.asarray(own.text)[b, : read[b]].tolist()

@@ -17,7 +17,7 @@ from jaxspec import Sampling
 from jaxspec.core.topology import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.kernels import library
 from jaxspec.models.block_kinds import BLOCK_KINDS
-from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.config import DeltaSizes, ModelConfig, is_table
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize
 from jaxspec.models.transformer import TransformerLM
@@ -29,7 +29,14 @@ CONFIG = ModelConfig(
     qk_norm=True,
 )  # fmt: skip
 WIDE = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=256, head_dim=32, num_heads=8)
-DTYPES = ("float32", "bfloat16", "int8", "file")
+HYBRID = dataclasses.replace(
+    CONFIG,
+    num_layers=4,
+    out_gate=True,
+    delta=DeltaSizes(2, 4, 12, 20),
+    recurrent=(True, True, False, True),
+)
+DTYPES = ("float32", "bfloat16", "int8", "file", "hybrid float32", "hybrid bfloat16", "hybrid int8")
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8, 9, 7, 8], list(range(1, 40))]
 TEMPERATURE = np.array([0.8, 0.0, 0.8], np.float32)
 DRAFTERS: dict[str, Topology | Dynamic] = {
@@ -46,7 +53,9 @@ DRAFTERS: dict[str, Topology | Dynamic] = {
 
 def model(dtype: str, seed: int, draft: float = 0.0) -> jaxspec.Model:
     """Returns a toy on the kernels, or one that drafts for it."""
-    lm = TransformerLM(WIDE if dtype == "file" else CONFIG, dtype if dtype == "bfloat16" else "float32")
+    kind, dtype = dtype.split()[:-1], dtype.split()[-1]
+    config = HYBRID if kind else WIDE if dtype == "file" else CONFIG
+    lm = TransformerLM(config, dtype if dtype == "bfloat16" else "float32")
     params = noisy(lm.init_params(jax.random.key(seed)), seed, 0.1)
     if dtype == "file":
         lm = lm.with_execution(kernels=True)
@@ -106,7 +115,7 @@ def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
 
 
 PAIRS = [(dtype, name) for name in DRAFTERS for dtype in DTYPES]
-FAST = {("int8", "prompt-lookup")}
+FAST = {("int8", "prompt-lookup"), ("hybrid bfloat16", "model")}
 """The other pairs are slow."""
 
 

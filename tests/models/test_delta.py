@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,11 @@ import pytest
 
 from jaxspec.core.records import Window
 from jaxspec.errors import InvalidConfig
+from jaxspec.kernels.library import kernels_available
 from jaxspec.models import delta
 from jaxspec.models.config import DeltaSizes
 from jaxspec.models.delta import DeltaParams, DeltaStore
+from jaxspec.models.execution import Execution
 
 EPSILON = 1e-6
 SIZES = {
@@ -24,6 +27,21 @@ SIZES = {
 TREE = [-1, 0, 0, 1, 1, 2, 3, 3, 6, 8, 5]
 """The parent of each node."""
 B = 3
+FORMS = {"XLA": Execution(), "kernel": Execution(kernels=True)}
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    if request.param == "kernel" and not kernels_available():
+        pytest.skip("needs the CPU kernels")
+    return FORMS[request.param]
+
+
+@pytest.fixture
+def kernel():
+    if not kernels_available():
+        pytest.skip("needs the CPU kernels")
+    return FORMS["kernel"]
 
 
 def sigmoid(x):
@@ -56,7 +74,10 @@ class Reader:
         q, k = mixed[: 2 * s.keys].reshape(2, s.key_heads, s.key_width)
         q, k = (a / np.sqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
         v = mixed[2 * s.keys :].reshape(s.value_heads, s.value_width)
-        b, g = sigmoid(rates[: s.value_heads]), -np.exp(p.decay) * np.log1p(np.exp(rates[s.value_heads :] + p.decay_bias))
+        b, g = (
+            sigmoid(rates[: s.value_heads]),
+            -np.exp(p.decay) * np.log1p(np.exp(rates[s.value_heads :] + p.decay_bias)),
+        )
         out = np.zeros_like(v)
         for h in range(s.value_heads):
             at = h % s.key_heads if s.tiled else h // (s.value_heads // s.key_heads)
@@ -77,12 +98,13 @@ class Case:
 
     def __post_init__(self):
         s, rng = self.sizes, np.random.default_rng(sum(self.lengths) + len(self.parents))
-        self.params = DeltaParams(
+        vectors: Any = (
             rng.normal(size=(s.channels, 1, s.taps)),
             np.log(rng.uniform(0.1, 8, s.value_heads)),
             rng.normal(size=s.value_heads),
             rng.normal(1, 0.3, s.value_width),
         )
+        self.params = DeltaParams(*vectors)
         tokens = max(self.lengths) + len(self.parents)
         self.projected = rng.normal(size=(len(self.lengths), tokens, s.channels + s.values)).astype(np.float32)
         self.rates = rng.normal(size=(len(self.lengths), tokens, 2 * s.value_heads)).astype(np.float32)
@@ -134,57 +156,64 @@ class Case:
             after.append(rows)
         return np.asarray(outs).reshape(len(self.lengths), len(self.parents), -1), after
 
-    def mix(self, projected, rates, mask, past=None, store=None):
+    def mix(self, form, projected, rates, mask, past=None, store=None, lengths=None):
         params = DeltaParams(*(jnp.asarray(a, jnp.float32) for a in self.params))
-        lengths = jnp.asarray(self.lengths)
+        lengths = jnp.asarray(self.lengths) if lengths is None else lengths
         store = self.store if store is None else store
-        read = jax.jit(delta.mix, static_argnames=("sizes", "epsilon"))
-        return read(projected, rates, params, self.sizes, self.window(mask), store, lengths, past, EPSILON)
+        read = jax.jit(delta.mix, static_argnames=("sizes", "epsilon", "execution"))
+        window = self.window(mask)
+        window = window._replace(mask=window.mask[: len(projected)])
+        return read(projected, rates, params, self.sizes, window, store, lengths, past, EPSILON, form)
+
+    def commit(self, form, store, entries, nodes, count, lengths=None):
+        lengths = jnp.asarray(self.lengths) if lengths is None else lengths
+        write = jax.jit(delta.commit, static_argnames=("tiled", "execution"))
+        return write(store, entries, nodes, jnp.asarray(count), lengths, tiled=self.sizes.tiled, execution=form)
 
 
 @pytest.mark.parametrize("lengths", [(0, 1, 2), (3, 70, 0)])
 @pytest.mark.parametrize("name", SIZES)
-def test_every_node_is_its_path_read_token_by_token(name, lengths):
+def test_every_node_is_its_path_read_token_by_token(form, name, lengths):
     case = Case(SIZES[name], lengths, TREE)
-    out, _ = case.mix(*case.nodes(), case.mask)
+    out, _ = case.mix(form, *case.nodes(), case.mask)
     np.testing.assert_allclose(out, case.expected[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 150])
-def test_chains_of_any_length(tokens):
+def test_chains_of_any_length(form, tokens):
     case = Case(SIZES["two"], (0, 5), [*range(-1, tokens - 1)])
-    out, _ = case.mix(*case.nodes(), case.mask)
+    out, _ = case.mix(form, *case.nodes(), case.mask)
     np.testing.assert_allclose(out, case.expected[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_levels_with_their_past_are_one_window(name):
+def test_levels_with_their_past_are_one_window(form, name):
     case, past, found = Case(SIZES[name], (4, 0, 9), TREE), None, []
-    whole, entries = case.mix(*case.nodes(), case.mask)
+    whole, entries = case.mix(form, *case.nodes(), case.mask)
     for some in (slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 11)):
-        out, new = case.mix(*case.nodes(some), case.mask[some, : some.stop], past)
+        out, new = case.mix(form, *case.nodes(some), case.mask[some, : some.stop], past)
         past = new if past is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b], 3), past, new)
         found.append(out)
     np.testing.assert_allclose(jnp.concatenate(found, 1), whole, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), past, entries)
 
 
-def test_long_windows_read_their_past():
+def test_long_windows_read_their_past(form):
     case = Case(SIZES["two"], (2, 0), [*range(-1, 99)])
-    whole, _ = case.mix(*case.nodes(), case.mask)
-    _, past = case.mix(*case.nodes(slice(0, 20)), case.mask[:20, :20])
-    out, _ = case.mix(*case.nodes(slice(20, 100)), case.mask[20:], past)
+    whole, _ = case.mix(form, *case.nodes(), case.mask)
+    _, past = case.mix(form, *case.nodes(slice(0, 20)), case.mask[:20, :20])
+    out, _ = case.mix(form, *case.nodes(slice(20, 100)), case.mask[20:], past)
     np.testing.assert_allclose(out, whole[:, 20:], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_commit_adds_a_path_to_the_text(name):
+def test_a_commit_adds_a_path_to_the_text(form, name):
     """Rows commit four, no and one token; padding has index -1. The text then goes on as on a fresh prefill."""
     case = Case(SIZES[name], (4, 5, 0), TREE)
-    _, entries = case.mix(*case.nodes(), case.mask)
+    _, entries = case.mix(form, *case.nodes(), case.mask)
     nodes, count = jnp.asarray([[0, 1, 3, 6], [0, 2, 5, -1], [0, -1, -1, -1]]), jnp.asarray([4, 0, 1])
     entries = entries._replace(deltas=entries.deltas.at[:, 0, :, 10].set(jnp.nan))  # not on the path
-    store = delta.commit(case.store, entries, nodes, count, jnp.asarray(case.lengths), case.sizes.tiled)
+    store = case.commit(form, case.store, entries, nodes, count)
     ends = [case.expected[1][0][6], case.readers[1], case.expected[1][2][0]]
     np.testing.assert_allclose(store.state, [end.state for end in ends], atol=1e-5)
     for row, end in enumerate(ends):
@@ -193,30 +222,64 @@ def test_a_commit_adds_a_path_to_the_text(name):
     np.testing.assert_array_equal(store.state[1], case.store.state[1])
 
 
-def test_a_row_of_length_0_is_empty_whatever_its_store_holds():
+def test_a_row_of_length_0_is_empty_whatever_its_store_holds(form):
     case = Case(SIZES["two"], (0, 3), TREE)
     full = jax.tree.map(lambda a: a.at[0].set(7.0), case.store)
-    out, entries = case.mix(*case.nodes(), case.mask, store=full)
+    out, entries = case.mix(form, *case.nodes(), case.mask, store=full)
     np.testing.assert_allclose(out, case.expected[0], atol=2e-5)
-    store = delta.commit(full, entries, None, jnp.asarray([2, 0]), jnp.asarray(case.lengths))
-    expected = delta.commit(case.store, entries, None, jnp.asarray([2, 0]), jnp.asarray(case.lengths))
+    store, expected = (case.commit(form, each, entries, None, [2, 0]) for each in (full, case.store))
     jax.tree.map(np.testing.assert_array_equal, store, expected)
 
 
 @pytest.mark.parametrize("bad", ["projected", "rates"])
-def test_a_token_that_is_not_finite_spoils_its_descendants_alone(bad):
+def test_a_token_that_is_not_finite_spoils_its_descendants_alone(form, bad):
     case = Case(SIZES["two"], (4, 0, 1), TREE)
     projected, rates = case.nodes()
     if bad == "projected":
         projected = projected.at[1, 2].set(jnp.nan)
     else:
         rates = rates.at[1, 2].set(jnp.inf * 0)
-    out, entries = case.mix(projected, rates, case.mask)
+    out, entries = case.mix(form, projected, rates, case.mask)
     spoiled = np.zeros((B, len(TREE)), bool)
     spoiled[1] = case.mask[:, 2]
-    assert np.isnan(np.asarray(out)).all(-1).tolist() == spoiled.tolist()
+    assert np.isnan(np.asarray(out)).any(-1).tolist() == spoiled.tolist()
     np.testing.assert_allclose(np.asarray(out)[~spoiled], case.expected[0][~spoiled], atol=2e-5)
     assert (~np.isfinite(np.asarray(entries.deltas[0])).all((1, 3))).tolist() == spoiled.tolist()
+
+
+def assert_same_bits(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_bits_depend_neither_on_the_window_nor_on_the_batch_nor_on_the_commit(kernel, name):
+    """Each node of a tree has the bits of one token after its path was committed, one token after the other."""
+    case = Case(SIZES[name], (4, 0, 9), TREE)
+    out, entries = case.mix(kernel, *case.nodes(), case.mask)
+    for node in (0, 4, 9, 10):
+        store, lengths, path = case.store, jnp.asarray(case.lengths), case.path(node)
+        for at in path:
+            one, new = case.mix(kernel, *case.nodes(slice(at, at + 1)), np.ones((1, 1), bool), None, store, lengths)
+            assert_same_bits(one[:, 0], out[:, at])
+            assert_same_bits(new, jax.tree.map(lambda a, at=at: a[:, :, :, at : at + 1], entries))
+            store, lengths = case.commit(kernel, store, new, None, [1] * B, lengths), lengths + 1
+        at_once = case.commit(kernel, case.store, entries, jnp.asarray([path] * B), [len(path)] * B)
+        assert_same_bits(at_once, store)
+    for row in range(B):
+        projected, rates = (a[row : row + 1] for a in case.nodes())
+        store = jax.tree.map(lambda a, row=row: a[row : row + 1], case.store)
+        lengths = jnp.asarray(case.lengths[row : row + 1])
+        found, _ = case.mix(kernel, projected, rates, case.mask, None, store, lengths)
+        assert_same_bits(found[0], out[row])
+
+
+def test_bits_of_levels_with_their_past(kernel):
+    case, past = Case(SIZES["two"], (4, 0, 9), TREE), None
+    whole, _ = case.mix(kernel, *case.nodes(), case.mask)
+    for some in (slice(0, 1), slice(1, 3), slice(3, 8), slice(8, 11)):
+        out, new = case.mix(kernel, *case.nodes(some), case.mask[some, : some.stop], past)
+        past = new if past is None else jax.tree.map(lambda a, b: jnp.concatenate([a, b], 3), past, new)
+        assert_same_bits(out, whole[:, some])
 
 
 @pytest.mark.parametrize("parents", [TREE, [*range(-1, 63)], [*range(-1, 70)]], ids=["tree", "chain", "long"])
@@ -229,7 +292,9 @@ def test_gradients(parents):
 
     def whole(projected, rates, params, store):
         window = case.window(case.mask)
-        return (weight * delta.mix(projected, rates, params, case.sizes, window, store, lengths, None, EPSILON)[0]).sum()
+        return (
+            weight * delta.mix(projected, rates, params, case.sizes, window, store, lengths, None, EPSILON)[0]
+        ).sum()
 
     def step(projected, rates, params, store, length):
         window = case.window(np.ones((1, 1), bool))
@@ -247,14 +312,15 @@ def test_gradients(parents):
 
     def as_chain(projected, rates, params, store):
         def token(carry, inputs):
-            out, new = step(*(a[:, None] for a in inputs), params, *carry)
+            projected, rates = (a[:, None] for a in inputs)
+            out, new = step(projected, rates, params, *carry)
             return (new, carry[1] + 1), out[:, 0]
 
         _, outs = jax.lax.scan(token, (store, lengths), (projected.swapaxes(0, 1), rates.swapaxes(0, 1)))
         return (weight * outs.swapaxes(0, 1)).sum()
 
-    given = *case.nodes(), params, case.store
-    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(*given) for f in (whole, by_paths if parents is TREE else as_chain))
+    given, forms = (*case.nodes(), params, case.store), (whole, by_paths if parents is TREE else as_chain)
+    found, expected = (jax.jit(jax.grad(form, argnums=(0, 1, 2, 3)))(*given) for form in forms)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
         np.testing.assert_allclose(a, b, atol=2e-4 * np.abs(b).max())
 

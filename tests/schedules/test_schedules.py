@@ -203,7 +203,9 @@ def test_a_short_draft_costs_short_time(tree):
     assert now == [far] * wide + [2] * (behind > wide * far)
     fresh = start(config, weights, asking._replace(tokens=state.tokens, count=state.length), 128)
     read = int(state.draft.cache.length[0])
-    np.testing.assert_array_equal(state.draft.cache.stores.keys[..., :read, :], fresh.draft.cache.stores.keys[..., :read, :])
+    np.testing.assert_array_equal(
+        state.draft.cache.stores.keys[..., :read, :], fresh.draft.cache.stores.keys[..., :read, :]
+    )
 
 
 # Rules that weigh laws stay exact.

@@ -215,6 +215,61 @@ ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi:
   return ffi::Error::Success();
 }
 
+// Computes a layer with Gated DeltaNet for a window; the arrays are those of `DeltaCall`.
+ffi::Error delta(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> projected, ffi::Buffer<ffi::F32> rates,
+                 ffi::Buffer<ffi::F32> conv, ffi::Buffer<ffi::F32> decay, ffi::Buffer<ffi::F32> decay_bias,
+                 ffi::Buffer<ffi::F32> gate_norm, ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::S32> length,
+                 ffi::Buffer<ffi::F32> inputs, ffi::Buffer<ffi::F32> state, ffi::Buffer<ffi::F32> past_inputs,
+                 ffi::Buffer<ffi::F32> past_keys, ffi::Buffer<ffi::F32> past_deltas, ffi::Buffer<ffi::F32> past_decays,
+                 ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> keys, ffi::ResultBuffer<ffi::F32> deltas,
+                 ffi::ResultBuffer<ffi::F32> decays, float epsilon, float unit_epsilon, int64_t tiled) {
+  const auto k = keys->dimensions(), s = state.dimensions();
+  DeltaCall c;
+  c.tiled = tiled, c.epsilon = epsilon, c.unit_epsilon = unit_epsilon;
+  c.batch = k[0], c.key_heads = k[1], c.tokens = k[2], c.key_width = k[3], c.value_heads = s[1], c.value_width = s[3];
+  c.past = mask.dimensions()[2] - c.tokens, c.taps = conv.dimensions()[2];
+  if (c.taps > kMostTaps) return ffi::Error::InvalidArgument("the convolution has more than 16 taps");
+  const long channels = conv.dimensions()[0], queries = c.batch * c.key_heads * c.tokens * c.key_width;
+  const std::unique_ptr<float[]> memory(new float[queries + deltas->element_count()]), taps(new float[channels * c.taps]);
+  for (long channel = 0; channel < channels; channel++)
+    for (long tap = 0; tap < c.taps; tap++)
+      taps[tap * channels + channel] = conv.typed_data()[channel * c.taps + tap];
+  c.projected = projected.typed_data(), c.rates = rates.typed_data();
+  c.decay = decay.typed_data(), c.decay_bias = decay_bias.typed_data(), c.gate_norm = gate_norm.typed_data();
+  c.mask = mask.typed_data(), c.length = length.typed_data(), c.inputs = inputs.typed_data(), c.state = state.typed_data();
+  c.past_inputs = past_inputs.typed_data(), c.past_keys = past_keys.typed_data();
+  c.past_deltas = past_deltas.typed_data(), c.past_decays = past_decays.typed_data();
+  c.queries = memory.get(), c.values = memory.get() + queries;
+  c.out = out->typed_data(), c.keys = keys->typed_data(), c.deltas = deltas->typed_data(), c.decays = decays->typed_data();
+  const long places = c.batch * c.tokens;
+  const long tasks = std::min<long>(pool.num_threads(), up(places, kLeastPlaces) / kLeastPlaces);
+  in_parallel(pool, tasks, [&](long task) {
+    const std::unique_ptr<float[]> mixed(new float[channels]);
+    for (long place = task * places / tasks; place < (task + 1) * places / tasks; place++)
+      kernels()->delta_token(c, place / c.tokens, place % c.tokens, taps.get(), mixed.get());
+  });
+  in_parallel(pool, c.batch * c.value_heads,
+              [&](long task) { kernels()->delta_head(c, task / c.value_heads, task % c.value_heads); });
+  return ffi::Error::Success();
+}
+
+// Adds committed tokens to the states of a layer; the arrays are those of `DeltaCommit`.
+ffi::Error delta_commit(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> state, ffi::Buffer<ffi::F32> keys,
+                        ffi::Buffer<ffi::F32> deltas, ffi::Buffer<ffi::F32> decays, ffi::Buffer<ffi::S32> nodes,
+                        ffi::Buffer<ffi::S32> count, ffi::Buffer<ffi::S32> length, ffi::ResultBuffer<ffi::F32> new_state,
+                        int64_t tiled) {
+  const auto k = keys.dimensions(), s = state.dimensions();
+  DeltaCommit c;
+  c.tiled = tiled, c.batch = k[0], c.key_heads = k[1], c.tokens = k[2], c.key_width = k[3];
+  c.value_heads = s[1], c.value_width = s[3], c.size = nodes.dimensions()[1];
+  c.nodes = c.size ? nodes.typed_data() : nullptr, c.count = count.typed_data(), c.length = length.typed_data();
+  c.state = state.typed_data(), c.keys = keys.typed_data(), c.deltas = deltas.typed_data(), c.decays = decays.typed_data();
+  c.new_state = new_state->typed_data();
+  in_parallel(pool, c.batch * c.value_heads,
+              [&](long task) { kernels()->delta_commit(c, task / c.value_heads, task % c.value_heads); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 extern "C" const char* jaxspec_processor() { return kernels() ? kernels()->name : nullptr; }
@@ -264,3 +319,39 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_heads, heads,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("epsilon"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_delta, delta,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("unit_epsilon")
+                                  .Attr<int64_t>("tiled"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_delta_commit, delta_commit,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("tiled"));

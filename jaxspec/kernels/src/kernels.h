@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "delta.h"
 #include "products.h"
 #include "rows.h"
 #include "table.h"
@@ -66,4 +67,5 @@ bool supported() { return SUPPORTED; }
 }  // namespace
 
 extern const Kernels TABLE;
-const Kernels TABLE = {NAME, supported, stride, bytes, prepare, round, multiply, attend, rms_norm, head};
+const Kernels TABLE = {NAME, supported, stride, bytes, prepare, round, multiply, attend, rms_norm, head,
+                       delta_token, delta_head, delta_commit};

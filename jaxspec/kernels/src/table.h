@@ -40,6 +40,8 @@ struct Head {
 };
 
 struct AttentionCall;
+struct DeltaCall;
+struct DeltaCommit;
 
 struct Kernels {
   const char* name;
@@ -52,6 +54,9 @@ struct Kernels {
   void (*attend)(const AttentionCall&, long b, long h, long start, long number);
   void (*rms_norm)(const float* x, const float* scale, float* out, long rows, long width, float epsilon);
   void (*head)(const Head&, const float* x, const float* scale, const float* cosines, const float* sines, void* out);
+  void (*delta_token)(const DeltaCall&, long b, long t, const float* taps, float* memory);
+  void (*delta_head)(const DeltaCall&, long b, long h);
+  void (*delta_commit)(const DeltaCommit&, long b, long h);
 };
 
 struct AttentionCall {
@@ -65,5 +70,31 @@ struct AttentionCall {
 };
 
 constexpr long kQueriesPerCall = 12;  // at most 16
+
+constexpr long kMostTaps = 16;
+
+// A window of T tokens in a layer with Gated DeltaNet. C is 2 Hk Kk + Hv Kv.
+struct DeltaCall {
+  bool tiled;
+  float epsilon, unit_epsilon;
+  long batch, tokens, past, key_heads, value_heads, key_width, value_width, taps;
+  const float *projected, *rates;                            // [B, T, C + Hv Kv], [B, T, 2 Hv]
+  const float *decay, *decay_bias, *gate_norm;               // [Hv], [Hv], [Kv]
+  const bool* mask;                                          // [B, T, P + T]
+  const int* length;                                         // [B]
+  const float *inputs, *state;                               // [B, taps - 1, C], [B, Hv, Kk, Kv]
+  const float *past_inputs, *past_keys, *past_deltas, *past_decays;  // [B, P, C], [B, Hk, P, Kk], [B, Hv, P, Kv], [B, Hv, P]
+  float *queries, *values;                                   // [B, Hk, T, Kk], [B, Hv, T, Kv]: memory
+  float *out, *keys, *deltas, *decays;                       // [B, T, Hv Kv], [B, Hk, T, Kk], [B, Hv, T, Kv], [B, Hv, T]
+};
+
+// A commit of `count` of M nodes of a window of T tokens.
+struct DeltaCommit {
+  bool tiled;
+  long batch, tokens, size, key_heads, value_heads, key_width, value_width;
+  const int *nodes, *count, *length;          // [B, M] or null, [B], [B]
+  const float *state, *keys, *deltas, *decays;
+  float* new_state;                           // may be `state`
+};
 
 extern const Kernels kAvx512Bf16, kAvx512, kAvx2;
