@@ -20,8 +20,8 @@ from jaxspec.models.packed import is_packed
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 
-FUSED_PARAMS = ("qkv", "gate_up", "qkv_bias", "gate_up_bias")
-"""Parameters that hold several projections side by side."""
+FUSED_PARAMS = ("qkv", "gate_up", "qkv_bias", "gate_up_bias", "qkvz", "rates", "conv")
+"""Parameters that hold several projections side by side, or what belongs to their outputs."""
 
 
 def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
@@ -32,7 +32,7 @@ def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> An
 
     Args:
         name: the last part of the parameter's name, in `FUSED_PARAMS`.
-        leaf: the parameter in the order of the file: an array `[..., O]`, or a `Quantized` `[O, I]`.
+        leaf: the parameter in the order of the file: an array `[..., O]`, a `Quantized` `[O, I]`, or taps `[C, 1, F]`.
         config: the model's configuration.
         shards: the number of parts.
     """
@@ -75,7 +75,7 @@ def gather(lm: Any, params: Params) -> tuple[Any, Params]:
 
 def _regroup(leaf: Any, widths: tuple[int, ...], shards: int, reorder: Any) -> Any:
     reorder = functools.partial(reorder, widths=widths, shards=shards)
-    if isinstance(leaf, Quantized):  # values [O, I] and scales [O]
+    if isinstance(leaf, Quantized) or leaf.ndim == 3:  # values [O, I] and scales [O], or taps [C, 1, F]
         return jax.tree.map(lambda array: reorder(array.T).T, leaf)
     return reorder(leaf)
 

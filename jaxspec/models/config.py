@@ -194,10 +194,11 @@ class ModelConfig:
 
     def projections(self, name: str) -> tuple[int, ...]:
         """Returns the widths of the projections side by side in a fused parameter, such as `qkv` or `gate_up_bias`."""
-        if name in ("qkvz", "rates"):
+        if name in ("qkvz", "rates", "conv"):
             d = self.delta
             assert d is not None
-            return (d.keys, d.keys, d.values, d.values) if name == "qkvz" else (d.value_heads, d.value_heads)
+            heads = (d.value_heads, d.value_heads)
+            return heads if name == "rates" else (d.keys, d.keys, d.values, d.values)[: 3 if name == "conv" else 4]
         if name.startswith("qkv"):
             queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
             return queries * (1 + self.out_gate), keys, keys

@@ -25,6 +25,8 @@ from jaxspec.models.rows import Linear, Norm
 
 def check_sizes(config: ModelConfig) -> None:
     """Raises InvalidConfig if there is no kernel for a call of a network of these sizes; the message says why."""
+    if config.recurrent or config.out_gate:
+        raise InvalidConfig("products='pallas' has no recurrent layers and no gates after attention; use 'xla'")
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

@@ -112,6 +112,9 @@ def check_divisible(config: ModelConfig, mesh: Mesh, name: str) -> None:
     """Raises InvalidConfig unless the axis "model" divides the heads and MLP units of each layer."""
     size = mesh.shape[MODEL]
     sizes = {"heads": config.num_heads, "key heads": config.num_kv_heads, "units": config.intermediate_size}
+    if (delta := config.delta) is not None:
+        # The value heads of a device must read its own key heads.
+        sizes["recurrent key heads"] = 1 if delta.tiled and delta.value_heads > delta.key_heads else delta.key_heads
     for what, count in sizes.items():
         if count % size:
             raise InvalidConfig(
@@ -149,6 +152,8 @@ def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:
     if isinstance(leaf, Quantized):
         outputs = name in FUSED_PARAMS or is_table(name)
         return jax.tree.map(lambda array: split(array, 0 if outputs else 1 if array.ndim > 1 else None), leaf)
+    if name == "conv":
+        return split(leaf, 0)
     return split(leaf, leaf.ndim - 1 if name in FUSED_PARAMS else 0 if name in _ROW_SPLIT else None)
 
 
