@@ -242,7 +242,8 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "recurrent": recurrent,
     }
     if recurrent:
-        values["delta"] = DeltaSizes(**{name: whole(f"linear_{key}") for name, key in _DELTA_SIZES.items()})
+        sizes: dict[str, Any] = {name: whole(f"linear_{key}") for name, key in _DELTA_SIZES.items()}
+        values["delta"] = DeltaSizes(**sizes)
     if window and "rope_local_base_freq" in entries:
         values["window_rope"] = reader.read("sliding_attention")
     if family.embed_scaled:

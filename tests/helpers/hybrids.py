@@ -12,9 +12,19 @@ from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
 
 CONFIG = ModelConfig(
-    vocab_size=61, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
-    tie_embeddings=False, qk_norm=True, out_gate=True, delta=DeltaSizes(2, 4, 16, 16), recurrent=(True, True, False, True),
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    tie_embeddings=False,
+    qk_norm=True,
+    out_gate=True,
+    delta=DeltaSizes(2, 4, 16, 16),
+    recurrent=(True, True, False, True),
+)
 LM = TransformerLM(CONFIG)
 PARAMS = lively(LM.init_params(jax.random.key(0)))
 DRAFT = noisy(PARAMS, 1, 0.05)
