@@ -17,11 +17,18 @@ _LOADED: weakref.WeakKeyDictionary[Model, dict[str, Any]] = weakref.WeakKeyDicti
 
 
 def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
-    """Adds the heads or the draft model that a drafter needs, if none are given and the target's preset has them."""
+    """Adds the heads or the draft model that a drafter needs, if none are given and the target's preset has them.
+
+    Heads may also be among the target's own files.
+    """
+    loaded = _LOADED.setdefault(inputs.target, {})
+    if drafter == "eagle" and inputs.heads is None and inputs.target.heads_inside is not None:
+        if drafter not in loaded:
+            loaded[drafter] = load_heads(inputs.target.heads_inside, target=inputs.target)
+        return dataclasses.replace(inputs, heads=loaded[drafter])
     preset = PRESETS.get(inputs.target.preset or "")
     if preset is None:
         return inputs
-    loaded = _LOADED.setdefault(inputs.target, {})
     if inputs.heads is None and (folder := find_shipped_heads(preset.name, drafter)):
         if drafter not in loaded:
             loaded[drafter] = load_heads(folder, target=inputs.target)

@@ -2,7 +2,8 @@
 
 EAGLE-1 (Li et al. 2024, arXiv:2401.15077, section 4.1) reads the target's last feature; EAGLE-2 (arXiv:2406.16858) is
 the same head on a dynamic tree. EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.1) reads the residual stream
-before three layers of the target. EAGLE-3.1 (arXiv:2605.09992) norms each of these inputs, and the state that the head
+before three layers of the target. The layer for multi-token prediction (MTP) inside models such as Qwen3.5 is an
+EAGLE-1 head with more norms. EAGLE-3.1 (arXiv:2605.09992) norms each of these inputs, and the state that the head
 returns.
 
 A row is a pair of a state and the token after it. The head returns a new state for the row, which predicts the token
@@ -47,6 +48,7 @@ class EagleHead(HeadNetwork):
         self.fc, self.fc_bias = matrix("fc"), vector("fc_bias", 0)
         self.fc_norms = nnx.List(vector(f"fc_norms.{i}") for i in range(c.num_taps * c.fc_norm))
         self.input_norm, self.hidden_norm, self.norm = vector("input_norm"), vector("hidden_norm"), vector("norm")
+        self.embed_norm = vector("embed_norm")
         layers = range(c.decoder.num_layers)
         self.layers = nnx.List(TransformerBlock(c.decoder, dtype, rngs, c.layer_shapes(i), execution) for i in layers)
         self.embed = matrix("embed") if c.own_embedding else None
@@ -118,7 +120,8 @@ class EagleHead(HeadNetwork):
         """
         first = 0
         if self.config.version == 1:
-            x = project(jnp.concatenate([embeddings, states], axis=-1), self.fc, self.fc_bias)
+            pair = self._norm(embeddings, self.embed_norm), self._norm(states, self.hidden_norm)
+            x = project(jnp.concatenate(pair, axis=-1), self.fc, self.fc_bias)
         else:
             read, kept = self.start(states, embeddings)
             x, first = self.layers[0].mlp(kept + attention(0, read)), 1

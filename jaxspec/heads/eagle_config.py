@@ -33,7 +33,11 @@ class EagleConfig(TappedSizes):
         fc_norm: whether each tap is normed before the input projection (EAGLE-3.1).
         norm_before_fc: whether all taps are normed as one vector before the input projection.
         norm_before_residual: whether the first layer's residual is its normed state instead of the state itself.
-        norm_output: whether a drafted token reads the normed state of the token before it (EAGLE-3.1).
+        norm_output: whether a drafted token reads the normed state of the token before it (EAGLE-3.1, and the MTP
+            layers of Qwen3.5).
+        pair_norms: whether an EAGLE-1 head is an MTP layer (DeepSeek-V3, arXiv:2412.19437, section 2.2): embedding and
+            state are normed before the input projection, the first layer has a norm, and logits are projected from
+            normed states.
         own_embedding: whether the head has its own embedding instead of the target's.
         own_projection: whether the head has its own projection to logits instead of the target's.
 
@@ -51,6 +55,7 @@ class EagleConfig(TappedSizes):
     norm_before_fc: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
+    pair_norms: bool = False
     own_embedding: bool = False
     own_projection: bool = False
 
@@ -63,9 +68,13 @@ class EagleConfig(TappedSizes):
             self.taps or self.draft_vocab_size is not None or self.own_projection or any(self._switches)
         ):
             raise InvalidConfig(
-                "an EAGLE-1 head reads the target's last feature and shares its projection: it has no taps, norms, or "
-                "vocabulary of its own"
+                "an EAGLE-1 head reads the target's last feature and shares its projection: it has no taps, norms of "
+                "taps, or vocabulary of its own"
             )
+        if self.version == 1 and self.norm_output and not self.pair_norms:
+            raise InvalidConfig("norm_output of an EAGLE-1 head needs pair_norms, since there is no norm without them")
+        if self.version == 3 and self.pair_norms:
+            raise InvalidConfig("pair_norms is for EAGLE-1 heads; an EAGLE-3 head always norms embeddings and states")
         if self.version == 3 and self.taps == ():
             raise InvalidConfig("taps is empty, but an EAGLE-3 head reads at least one tap of the target")
         if self.fc_norm and self.norm_before_fc:
@@ -75,7 +84,7 @@ class EagleConfig(TappedSizes):
 
     @property
     def _switches(self) -> tuple[bool, ...]:
-        return self.fc_norm, self.norm_before_fc, self.norm_before_residual, self.norm_output
+        return self.fc_norm, self.norm_before_fc, self.norm_before_residual
 
     @property
     def max_depth(self) -> float:
@@ -87,8 +96,8 @@ class EagleConfig(TappedSizes):
 
     @property
     def summary(self) -> str:
-        layers = self.decoder.num_layers
-        return f"an EAGLE-{self.version} head of {plural(layers, 'layer')}"
+        layers = plural(self.decoder.num_layers, "layer")
+        return f"an MTP head of {layers}" if self.pair_norms else f"an EAGLE-{self.version} head of {layers}"
 
     @property
     def num_taps(self) -> int:
@@ -104,7 +113,8 @@ class EagleConfig(TappedSizes):
         """Returns the shapes of a layer's parameters: `ModelConfig.layer_shapes`, except in the first layer."""
         shapes = self.decoder.layer_shapes(layer)
         if layer == 0 and self.version == 1:
-            del shapes["attn_norm"]
+            if not self.pair_norms:
+                del shapes["attn_norm"]
         elif layer == 0:
             rows, columns = shapes["qkv"]
             shapes["qkv"] = (2 * rows, columns)
@@ -122,6 +132,8 @@ class EagleConfig(TappedSizes):
             shapes["input_norm"] = (reads,)
         for layer in range(self.decoder.num_layers):
             shapes |= {f"layers.{layer}.{name}": shape for name, shape in self.layer_shapes(layer).items()}
-        if self.version == 3:
+        if self.pair_norms:
+            shapes["embed_norm"] = (e,)
+        if self.version == 3 or self.pair_norms:
             shapes |= {"hidden_norm": (e,), "norm": (e,)}
         return shapes | self.table_shapes()

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.checkpoints.hf_families import read_config
+from jaxspec.checkpoints.hf_wrappers import text_settings
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig, default_eagle_taps
 from jaxspec.heads.layered import (
@@ -126,13 +128,36 @@ class EagleReader(LayerReader):
         return super()._rope(width)
 
 
+class MtpReader(EagleReader):
+    """Reads the sizes of a layer for multi-token prediction, which are those of its model."""
+
+    def read(self, vocab: int | None, drafted: int | None) -> EagleConfig:
+        target, _ = read_config(self._where, dict(text_settings(self._settings)))
+        decoder = dataclasses.replace(
+            target,
+            num_layers=self._count_layers(),
+            tie_embeddings=False,
+            window=None,
+            windowed=(),
+            window_rope=None,
+            delta=None,
+            recurrent=(),
+        )
+        return EagleConfig(decoder, 1, norm_output=True, pair_norms=True)
+
+
 class EagleKind(LayeredKind):
     """EAGLE heads in files."""
 
     def names(self, config: EagleConfig, layout: EagleLayout) -> Mapping[str, tuple[str, ...]]:
         return {**layout.names, **{f"fc_norms.{i}": (f"fc_norm.{i}.weight",) for i in range(config.num_taps)}}
 
+    def reader_of(self, layout: EagleLayout) -> type[LayerReader]:
+        return MtpReader if layout.in_model else EagleReader
+
     def obstacle(self, config: EagleConfig, layout: EagleLayout) -> str | None:
+        if config.pair_norms:
+            return f"the layout {layout.name} has no norms before the input projection, which an MTP head has"
         if config.version != layout.version:
             return (
                 f"the layout {layout.name} is for EAGLE-{layout.version} heads, but this is an EAGLE-{config.version} "
@@ -210,6 +235,25 @@ EAGLE = EagleKind(
             version=1,
             names=_names(_LAYERS),
             has_ids=False,
+        ),
+        EagleLayout(
+            name="mtp",
+            summary="the layer for multi-token prediction inside a Qwen3.5 model",
+            readers="vLLM, SGLang",
+            mark=r"fc\.weight",
+            prefix="mtp.",
+            other_prefixes=(),
+            files=(),
+            version=1,
+            names=_names(_LAYERS)
+            | {
+                "embed_norm": ("pre_fc_norm_embedding.weight",),
+                "hidden_norm": ("pre_fc_norm_hidden.weight",),
+            },
+            has_ids=False,
+            norm_offset=1.0,
+            in_model=True,
+            exported=False,
         ),
     ),
 )

@@ -37,6 +37,7 @@ class LayerLayout(Layout):
         nested: True if config.json describes the layers in an entry of their own, as speculators does.
         has_ids: True if the file may have the ids of a reduced vocabulary.
         requires_ids: True if the file has ids even if the vocabulary is not reduced.
+        norm_offset: the number to add to the weights of norms.
     """
 
     files: tuple[str, ...] = (WEIGHTS_FILE,)
@@ -48,6 +49,7 @@ class LayerLayout(Layout):
     nested: bool = False
     has_ids: bool = True
     requires_ids: bool = False
+    norm_offset: float = 0.0
 
 
 class LayerReader(abc.ABC):
@@ -304,7 +306,7 @@ class LayeredKind(HeadKind):
         id_tensors = (OFFSETS, MEMBERS) if layout.has_ids else ()
         weights = {name: tensor for name, tensor in used.items() if name not in id_tensors}
         shapes = {name: tensor.stored.shape for name, tensor in weights.items()}
-        reader, ids = self.reader(where, layout, shapes, settings), None
+        reader, ids = self.reader_of(layout)(where, layout, shapes, settings), None
         reader.check()
         check_types(weights)
         vocab = next(iter(shapes.get("embed_tokens.weight", ())), None) or reader.vocab
@@ -314,7 +316,8 @@ class LayeredKind(HeadKind):
         parameters = {name: shape for name, shape in config.param_shapes().items() if name != "tokens"}
 
         def read(name: str) -> np.ndarray:
-            return finite_reader(name, weights[name])()
+            array = finite_reader(name, weights[name])()
+            return array + np.float32(layout.norm_offset) if layout.norm_offset and "norm" in name else array
 
         names = self.names(config, layout)
         readers = canonical_tensors(where, config.decoder, names, shapes, read, parameters)
@@ -325,6 +328,10 @@ class LayeredKind(HeadKind):
     def layout_of(self, layout: Any, settings: Mapping[str, Any]) -> Any:
         """Returns the layout of a file; several layouts may have the same tensors and differ in config.json."""
         return layout
+
+    def reader_of(self, layout: Any) -> type[LayerReader]:
+        """Returns the class that reads the sizes of heads in a layout."""
+        return self.reader
 
     def names(self, config: Any, layout: Any) -> Mapping[str, tuple[str, ...]]:
         """Returns the tensors of each kind of parameter of heads of these sizes, as in `Family.all_names`."""

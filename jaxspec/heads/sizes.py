@@ -135,8 +135,8 @@ class TappedSizes(HeadSizes):
     def _check(self) -> None:
         if not isinstance(self.decoder, ModelConfig):
             raise InvalidConfig(f"decoder must be a ModelConfig, got {self.decoder!r:.80}")
-        if self.decoder.recurrent or self.decoder.out_gate:
-            raise InvalidConfig("decoder has recurrent layers or gates after attention, which draft heads do not have")
+        if self.decoder.recurrent:
+            raise InvalidConfig("decoder has recurrent layers, which draft heads do not have")
         taps = self.taps
         if taps is not None and not (isinstance(taps, tuple) and all(type(tap) is int and tap > 0 for tap in taps)):
             raise InvalidConfig(f"taps must be whole numbers from 1, got {taps!r:.80}")

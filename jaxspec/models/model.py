@@ -33,6 +33,8 @@ class Model:
             None for other models.
         settings: facts that the model's file states, by the file's own names, such as the entries of config.json. A
             drafter reads what it needs, such as the mask token of a PARD model (`pard_token`).
+        heads_inside: the path of the model's files if they hold draft heads, too, such as the layer for multi-token
+            prediction of Qwen3.5; these heads are then the default of the drafter "eagle". None for other models.
 
     Raises:
         InvalidConfig: the network lacks a method of `LanguageModel`, or cannot be hashed.
@@ -46,6 +48,7 @@ class Model:
     name: str = "model"
     preset: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    heads_inside: str | None = None
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params, is_leaf=is_packed)

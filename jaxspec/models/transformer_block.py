@@ -158,9 +158,9 @@ class TransformerBlock(nnx.Module):
 
     def heads(
         self, read: Float[Array, "B T I"], rotation: tuple[Array, Array], dtype: DTypeLike
-    ) -> tuple[Float[Array, "B H G T K"], KV]:
-        """Returns an input's rotated queries, and its keys and values."""
-        return self._split(self._fused, FusedInput(read, None), rotation, dtype)[:2]
+    ) -> tuple[Float[Array, "B H G T K"], KV, Float[Array, "B T J"] | None]:
+        """Returns an input's rotated queries, its keys and values, and the gate for `join`, if there is one."""
+        return self._split(self._fused, FusedInput(read, None), rotation, dtype)
 
     def attention(
         self,
@@ -175,9 +175,12 @@ class TransformerBlock(nnx.Module):
         mixed, new = self._mix(self._fused, FusedInput(read, None), layer, rotation, window, cache, past)
         return self._leave(mixed), new
 
-    def join(self, mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T E"]:
-        """Projects the outputs of all heads to the width of the residual stream."""
-        return self._leave(side_by_side(mixed))
+    def join(
+        self, mixed: Float[Array, "B H G T K"], gate: Float[Array, "B T J"] | None = None
+    ) -> Float[Array, "B T E"]:
+        """Projects the outputs of all heads, after their gate, to the width of the residual stream."""
+        rows = side_by_side(mixed)
+        return self._leave(rows if gate is None else _gated(rows, gate))
 
     def mlp(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
         """Returns the residual stream after the MLP."""

@@ -157,7 +157,7 @@ class DFlashTrainee(HeadTrainee):
         sees = same & (step <= anchors[..., None])
 
         def attention(layer: int, read: Array) -> Array:
-            queries, own = head.layers[layer].heads(read, turned, params["fc"].dtype)
+            queries, own, gate = head.layers[layer].heads(read, turned, params["fc"].dtype)
             mask, near = sees[:, :, None], jnp.tril(jnp.ones((row.size, row.size), bool))
             near = near if c.is_causal(layer) else jnp.ones_like(near)
             if (window := d.window_of(layer)) is not None:
@@ -165,7 +165,7 @@ class DFlashTrainee(HeadTrainee):
                 near = near & (row > row[:, None] - window)
             scale = d.head_dim**-0.5 if d.query_scale is None else d.query_scale
             mixed = attend_to_text_and_block(queries, KV(text.keys[layer], text.values[layer]), own, mask, near, scale)
-            return head.layers[layer].join(mixed)
+            return head.layers[layer].join(mixed, gate)
 
         return head.run(x, attention).reshape(*rows, row.size, -1)
 

@@ -130,9 +130,10 @@ class EagleTrainee(HeadTrainee):
 
         def attention(layer: int, read: Array) -> Array:
             block = head.layers[layer]
-            queries, own = block.heads(read, turned, params["fc"].dtype)
+            queries, own, gate = block.heads(read, turned, params["fc"].dtype)
             new.append(own)
-            return block.join(attend_to_rows_and_chain(queries, [*(step[layer] for step in kept), own], sees, scale))
+            mixed = attend_to_rows_and_chain(queries, [*(step[layer] for step in kept), own], sees, scale)
+            return block.join(mixed, gate)
 
         table = params["embed"] if self.config.own_embedding else frozen.embed
         assert table is not None
