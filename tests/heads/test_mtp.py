@@ -1,6 +1,7 @@
 """Tests layers for multi-token prediction (MTP) inside models: states against transformers, files, and drafting."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,11 +68,13 @@ def test_states_are_those_of_transformers(folder, target):
 
 def test_the_layer_of_the_target_is_its_default_head(folder, target):
     assert target.heads_inside == str(folder)
-    options = {"key": jax.random.key(0), "max_new_tokens": 24, "ignore_eos": True, "tree": jaxspec.branching(2, 1)}
+    options: dict[str, Any] = {"key": jax.random.key(0), "max_new_tokens": 24, "ignore_eos": True}
+    tree = jaxspec.branching(2, 1)
     prompts = [[5, 6, 7, 8], [9, 10]]
-    out = jaxspec.generate(target, prompts, drafter="eagle", **options)
-    named = jaxspec.generate(target, prompts, drafter="eagle", heads=load_heads(folder, target=target), **options)
-    plain = jaxspec.generate(target, prompts, drafter="none", **options | {"tree": None})
+    out = jaxspec.generate(target, prompts, drafter="eagle", tree=tree, **options)
+    own = load_heads(folder, target=target)
+    named = jaxspec.generate(target, prompts, drafter="eagle", heads=own, tree=tree, **options)
+    plain = jaxspec.generate(target, prompts, drafter="none", **options)
     assert [row.tokens for row in out] == [row.tokens for row in named] == [row.tokens for row in plain]
     assert out.stats.drafted == named.stats.drafted > 0
 
