@@ -15,7 +15,7 @@ from jaxspec.checkpoints.gguf_header import MAX_STRINGS, decode, describe_tensor
 from jaxspec.checkpoints.gguf_parts import LocatedTensor, open_parts, read_part_headers
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import DeltaSizes, ModelConfig
 from jaxspec.models.rope import Rope
 from jaxspec.text.gguf_vocab import adds_bos
 
@@ -36,7 +36,14 @@ _NAMES = {
     "post_mlp_norm": (_BLOCK + "post_ffw_norm.weight",),
     "norm": ("output_norm.weight",),
     "head": ("output.weight",),
+    "qkvz": (_BLOCK + "attn_qkv.weight", _BLOCK + "attn_gate.weight"),
+    "rates": (_BLOCK + "ssm_beta.weight", _BLOCK + "ssm_alpha.weight"),
+    "conv": (_BLOCK + "ssm_conv1d.weight",),
+    "decay": (_BLOCK + "ssm_a",),
+    "decay_bias": (_BLOCK + "ssm_dt.bias",),
+    "gate_norm": (_BLOCK + "ssm_norm.weight",),
 }
+_RECURRENT_OUT = _BLOCK + "ssm_out.weight"
 _OTHER_PARTS = ("v.", "mm.", "a.")
 """Prefixes of the tensors of encoders of images and sound, which some files contain in addition to the text model."""
 _ROTARY_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -54,6 +61,7 @@ class Architecture:
         rope_theta: default of the rotary base.
         window_theta: default of the rotary base of layers with a sliding window; None for the base of other layers.
         embed_scaled: whether embeddings are multiplied by the square root of their width.
+        recurrent: whether some layers have Gated DeltaNet in place of attention.
     """
 
     parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -63,6 +71,7 @@ class Architecture:
     rope_theta: float = 10000.0
     window_theta: float | None = None
     embed_scaled: bool = False
+    recurrent: bool = False
 
 
 ARCHITECTURES = {
@@ -76,6 +85,12 @@ ARCHITECTURES = {
         rope_theta=1e6,
         window_theta=1e4,
         embed_scaled=True,
+    ),
+    "qwen35": Architecture(
+        parts={"qk_norm": True, "out_gate": True},
+        names={"mlp_norm": (_BLOCK + "post_attention_norm.weight",)},
+        rope_theta=1e7,
+        recurrent=True,
     ),
 }
 
@@ -102,14 +117,18 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
     """
     where = os.fspath(path)
     metadata, tensors = open_parts(where)
-    left_out = tuple(name for name in tensors if name.startswith(_OTHER_PARTS))
 
     def read_file(name: str) -> np.ndarray:
         located = tensors[name]
-        return check_finite(located.where, name, decode(located.data, located.tensor))
+        array = check_finite(located.where, name, decode(located.data, located.tensor))
+        if name.endswith(".ssm_a"):
+            return _read_decay(located.where, name, array)
+        return array[:, None] if name.endswith(".ssm_conv1d.weight") else array
 
     reader = _ConfigReader(where, metadata, tensors, read_file, context)
     config, kind = reader.config(), reader.architecture
+    other_parts = (*_OTHER_PARTS, *(_BLOCK.format(i) for i in reader.drafting_layers))
+    left_out = tuple(name for name in tensors if name.startswith(other_parts))
 
     def order(name: str, rows: np.ndarray) -> np.ndarray:
         rotates = kind.interleaved and re.search(r"attn_[qk]\.(weight|bias)$", name)
@@ -121,7 +140,11 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
 
     unread = {*_ROTARY_TENSORS, *left_out}
     shapes = {name: located.tensor.shape for name, located in tensors.items() if name not in unread}
-    canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names), shapes)
+    for name, shape in shapes.items():
+        if name.endswith(".ssm_conv1d.weight") and len(shape) == 2:
+            shapes[name] = (shape[0], 1, shape[1])
+    outs = {f"layers.{i}.out": (_RECURRENT_OUT,) for i in range(config.num_layers) if config.is_recurrent(i)}
+    canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names) | outs, shapes)
     text = _tokenizer_entries(where, metadata)
     tokens = text.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens[:1]):
@@ -170,6 +193,13 @@ def read_gguf_headers(path: str | os.PathLike) -> Headers:
     metadata, entries = read_part_headers(where)
     metadata = {key: _as_list(value) for key, value in metadata.items()}
     return Headers(metadata, {name: describe_tensor(kind, shape) for name, (kind, shape, _) in entries.items()})
+
+
+def _read_decay(where: str, name: str, array: np.ndarray) -> np.ndarray:
+    """Returns the logarithms of minus the factors of decays."""
+    if not (array < 0).all():
+        raise CheckpointError(f"{where}: tensor {name} has factors of decays that are not negative")
+    return np.log(-array)
 
 
 def _tokenizer_entries(where: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,7 +263,7 @@ class _ConfigReader:
         kind, tensors = self.architecture, self._tensors
         rows = tensors["token_embd.weight"].tensor.shape[0]
         hidden, heads = self._whole("embedding_length"), self._whole("attention.head_count")
-        layers = self._whole("block_count")
+        layers = self._whole("block_count") - len(self.drafting_layers)
         if layers > len(tensors):  # before anything is allocated per layer
             raise CheckpointError(f"{self._where}: {layers} layers, but only {len(tensors)} tensors")
         head_dim = self._whole("attention.key_length", hidden // heads if heads else 0)
@@ -266,6 +296,8 @@ class _ConfigReader:
             "qkv_bias": any(name.endswith("attn_q.bias") for name in tensors),
             "out_bias": any(name.endswith("attn_output.bias") for name in tensors),
         }
+        if kind.recurrent:
+            values |= self._recurrent(layers)
         if kind.window_theta and window:
             values["window_rope"] = self._checked(Rope, self._get("rope.freq_base_swa", kind.window_theta))
         if kind.embed_scaled:
@@ -273,6 +305,29 @@ class _ConfigReader:
             if layers == 62:  # Gemma 3 27B scales by hidden_size / num_heads, which is not its head_dim
                 values["query_scale"] = (hidden // heads) ** -0.5
         return make_config(self._where, **values | dict(kind.parts))
+
+    @property
+    def drafting_layers(self) -> range:
+        """The numbers of the blocks for multi-token prediction, which follow the layers of the model."""
+        blocks, count = self._whole("block_count"), self._whole("nextn_predict_layers", 0)
+        return range(blocks - min(count, blocks), blocks)
+
+    def _recurrent(self, layers: int) -> dict[str, Any]:
+        """Returns `recurrent` and `delta` of the config."""
+        every, heads = self._whole("full_attention_interval", 4), self._whole("ssm.time_step_rank")
+        if not every or not heads:
+            raise CheckpointError(
+                f"{self._where}: metadata {self._name}.full_attention_interval is {every} and "
+                f"{self._name}.ssm.time_step_rank is {heads}, expected at least 1"
+            )
+        found = tuple(bool((layer + 1) % every) for layer in range(layers))
+        if not any(found):
+            return {}
+        shared, width = self._whole("ssm.group_count"), self._whole("ssm.inner_size") // heads
+        sizes = shared, heads, self._whole("ssm.state_size"), width, self._whole("ssm.conv_kernel")
+        # llama.cpp repeats the key heads as a whole, so its files hold the value heads in that order.
+        delta = self._checked(DeltaSizes, *sizes, heads != shared)
+        return {"recurrent": found, "delta": delta}
 
     def _windows(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """Returns `window` and `windowed` of the config."""
@@ -325,7 +380,7 @@ class _ConfigReader:
             )
         return float(factor)
 
-    def _checked(self, make: Callable[..., Rope], *values: Any) -> Rope:
+    def _checked(self, make: Callable[..., Any], *values: Any) -> Any:
         try:
             return make(*values)
         except InvalidConfig as error:

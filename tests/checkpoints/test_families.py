@@ -6,27 +6,23 @@ what is cached and what is new are both compared.
 
 import dataclasses
 import functools
-import json
 import pathlib
 
 import gguf
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
 from helpers.checkpoints import assert_same_params, leaves
-from helpers.families import LENGTH, POSITIONS, tokens_of, write_checkpoint
-from helpers.paths import GOLDEN_DIR
+from helpers.families import POSITIONS, tokens_of, write_checkpoint
+from helpers.logits import GOLDEN, logits_in_pieces
 from helpers.tiers import with_slow
 from jaxspec.checkpoints.hf_families import FAMILIES, read_config
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
-from jaxspec.core.records import Window
 from jaxspec.errors import CheckpointError, InvalidConfig
 
-GOLDEN = json.loads((GOLDEN_DIR / "families.json").read_text())["cases"]
 WHOLE = {
     "vocab_size",
     "hidden_size",
@@ -36,7 +32,6 @@ WHOLE = {
     "max_position_embeddings",
 }
 """Whole numbers that are read in every family."""
-PIECE = 8
 TOLERANCE = 1e-4
 
 
@@ -44,23 +39,6 @@ def checkpoint(folder: pathlib.Path, case: str) -> pathlib.Path:
     golden = GOLDEN[case]
     write_checkpoint(folder, case, golden["settings"], golden["shapes"])
     return folder
-
-
-def logits_in_pieces(model, tokens: list[int]) -> np.ndarray:
-    """`[tokens, V]`, reading `PIECE` at a time."""
-
-    @jax.jit
-    def read(params, cache, piece):
-        at = cache.length[:, None] + jnp.arange(PIECE)
-        window = Window(piece, at, jnp.tri(PIECE, dtype=bool)[None])
-        features, entries = model.lm.apply(params, window, cache)
-        return model.lm.head(params, features), model.lm.commit(cache, entries, None, jnp.full((1,), PIECE))
-
-    cache, found = model.lm.init_cache(1, LENGTH), []
-    for start in range(0, LENGTH, PIECE):
-        logits, cache = read(model.params, cache, jnp.asarray([tokens[start : start + PIECE]]))
-        found.append(np.asarray(logits[0]))
-    return np.concatenate(found)
 
 
 def test_the_cases_cover_every_family():
