@@ -73,6 +73,11 @@ class Architecture:
     embed_scaled: bool = False
     recurrent: bool = False
 
+    def all_names(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """Returns the file's tensors of each kind of parameter, and of single parameters by their full names."""
+        recurrent = filter(config.is_recurrent, range(config.num_layers))
+        return _NAMES | dict(self.names) | {f"layers.{i}.out": (_RECURRENT_OUT,) for i in recurrent}
+
 
 ARCHITECTURES = {
     "llama": Architecture(interleaved=True),
@@ -120,10 +125,7 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
 
     def read_file(name: str) -> np.ndarray:
         located = tensors[name]
-        array = check_finite(located.where, name, decode(located.data, located.tensor))
-        if name.endswith(".ssm_a"):
-            return _read_decay(located.where, name, array)
-        return array[:, None] if name.endswith(".ssm_conv1d.weight") else array
+        return _convert(located.where, name, check_finite(located.where, name, decode(located.data, located.tensor)))
 
     reader = _ConfigReader(where, metadata, tensors, read_file, context)
     config, kind = reader.config(), reader.architecture
@@ -139,12 +141,8 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         return read_native(located.where, name, located.data, located.tensor, functools.partial(order, name))
 
     unread = {*_ROTARY_TENSORS, *left_out}
-    shapes = {name: located.tensor.shape for name, located in tensors.items() if name not in unread}
-    for name, shape in shapes.items():
-        if name.endswith(".ssm_conv1d.weight") and len(shape) == 2:
-            shapes[name] = (shape[0], 1, shape[1])
-    outs = {f"layers.{i}.out": (_RECURRENT_OUT,) for i in range(config.num_layers) if config.is_recurrent(i)}
-    canonical = functools.partial(canonical_tensors, where, config, _NAMES | dict(kind.names) | outs, shapes)
+    shapes = {name: _shape(name, located) for name, located in tensors.items() if name not in unread}
+    canonical = functools.partial(canonical_tensors, where, config, kind.all_names(config), shapes)
     text = _tokenizer_entries(where, metadata)
     tokens = text.get("tokenizer.ggml.tokens", [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens[:1]):
@@ -195,8 +193,21 @@ def read_gguf_headers(path: str | os.PathLike) -> Headers:
     return Headers(metadata, {name: describe_tensor(kind, shape) for name, (kind, shape, _) in entries.items()})
 
 
-def _read_decay(where: str, name: str, array: np.ndarray) -> np.ndarray:
-    """Returns the logarithms of minus the factors of decays."""
+def _shape(name: str, located: LocatedTensor) -> tuple[int, ...]:
+    """Returns the shape of a tensor as it is read."""
+    shape = located.tensor.shape
+    return (shape[0], 1, *shape[1:]) if name.endswith(".ssm_conv1d.weight") else shape
+
+
+def _convert(where: str, name: str, array: np.ndarray) -> np.ndarray:
+    """Returns a tensor of a layer with Gated DeltaNet in the canonical form; other tensors are not changed.
+
+    Files hold the factors of decays, which are negative, and not the logarithms of their magnitudes.
+    """
+    if name.endswith(".ssm_conv1d.weight"):
+        return array[:, None]
+    if not name.endswith(".ssm_a"):
+        return array
     if not (array < 0).all():
         raise CheckpointError(f"{where}: tensor {name} has factors of decays that are not negative")
     return np.log(-array)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxspec.checkpoints.base import make_config
 from jaxspec.checkpoints.hf_rope import LAYER_TYPES, RopeReader
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models.config import DeltaSizes, ModelConfig
 from jaxspec.models.rope import MAX_WIDTH
 
@@ -161,12 +161,12 @@ _QWEN_HYBRID = Family(
 FAMILIES["qwen3_5_text"] = _QWEN_HYBRID
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_SUPPORTED_VALUES = {
-    "rope_interleaved": False,
-    "quantization_config": None,
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "use_bidirectional_attention": False,
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "rope_interleaved": (False,),
+    "quantization_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False,),
 }
 _INTEGER_SETTINGS = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -193,11 +193,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     entries = dict(family.defaults) | {key: _number(key, value) for key, value in settings.items() if value is not None}
     if settings.get("sliding_window", 0) is None:
         entries["sliding_window"] = None
-    for key, plain in _SUPPORTED_VALUES.items():
-        if (got := entries.get(key, plain)) != plain:
-            raise CheckpointError(f"{where}: {key} is {got!r}, expected {plain!r}; no other value is supported")
-
-    for key, allowed in family.required.items():
+    for key, allowed in (_SUPPORTED_VALUES | dict(family.required)).items():
         if (got := entries.get(key, allowed[0])) not in allowed:
             expected = " or ".join(map(repr, allowed))
             raise CheckpointError(f"{where}: {key} is {got!r:.80}, expected {expected}; no other value is supported")
@@ -222,7 +218,6 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         raise CheckpointError(f"{where}: the width of a head is {head_dim}, expected at most {MAX_WIDTH}")
     longest = whole("max_position_embeddings", 2048)
     window, windowed = _windows(where, entries, family, layers)
-    recurrent = _recurrent(where, entries, layers)
     reader = RopeReader(where, entries, head_dim, longest, context)
     values: dict[str, Any] = {
         "vocab_size": whole("vocab_size"),
@@ -241,11 +236,8 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "qkv_bias": flag("attention_bias"),
         "out_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
-        "recurrent": recurrent,
     }
-    if recurrent:
-        sizes: dict[str, Any] = {name: whole(f"linear_{key}") for name, key in _DELTA_SIZES.items()}
-        values["delta"] = DeltaSizes(**sizes)
+    values |= _recurrent(where, entries, layers, whole)
     if window and "rope_local_base_freq" in entries:
         values["window_rope"] = reader.read("sliding_attention")
     if family.embed_scaled:
@@ -265,10 +257,10 @@ _DELTA_SIZES = {
 """The entry of config.json, without "linear_", for each field of `DeltaSizes`."""
 
 
-def _recurrent(where: str, entries: Mapping, layers: int) -> tuple[bool, ...]:
-    """Returns `recurrent` of the config."""
+def _recurrent(where: str, entries: Mapping, layers: int, whole: Callable[[str], int]) -> dict[str, Any]:
+    """Returns `recurrent` and `delta` of the config, if there are recurrent layers; `whole` reads a whole number."""
     if "linear_num_value_heads" not in entries:
-        return ()
+        return {}
     types = entries.get("layer_types")
     if types is None:
         interval = entries["full_attention_interval"]
@@ -279,7 +271,13 @@ def _recurrent(where: str, entries: Mapping, layers: int) -> tuple[bool, ...]:
         found = tuple(bool((layer + 1) % interval) for layer in range(layers))
     else:
         found = tuple(kind == RECURRENT for kind in types)
-    return found if any(found) else ()
+    if not any(found):
+        return {}
+    sizes: dict[str, Any] = {name: whole(f"linear_{key}") for name, key in _DELTA_SIZES.items()}
+    try:
+        return {"recurrent": found, "delta": DeltaSizes(**sizes)}
+    except InvalidConfig as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _number(key: str, value: Any) -> Any:
