@@ -22,6 +22,9 @@ from helpers.tiers import with_slow
 from helpers.toys import RAGGED, lively, noisy
 from jaxspec import registry
 from jaxspec.core.topology import branching, chain, dynamic
+from jaxspec.heads.dflash_config import DFlashConfig
+from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.network import init_params
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.exact import find_gap
 from jaxspec.models.execution import Execution
@@ -126,6 +129,22 @@ EVERY = [("int8" if i % 2 else "bfloat16", name, None) for i, name in enumerate(
 @pytest.mark.parametrize(("kind", "name", "tree"), with_slow([*USUAL, *EVERY], set(EVERY)))
 def test_drafts_and_other_rows_change_no_bit(kind, name, tree):
     assert generate(kind, **drafting(name, tree)) == plain(kind)
+
+
+def other_heads(name: str) -> tuple[str, jaxspec.DraftHeads]:
+    """Returns heads of other versions than `cases.RANDOM` makes, and their drafter."""
+    decoder, key = dataclasses.replace(CONFIG, num_layers=1), jax.random.key(0)
+    config: Any = EagleConfig(decoder, version=1 if name == "eagle-1" else 3)
+    if name == "dflash":
+        config = DFlashConfig(dataclasses.replace(decoder, qk_norm=True), 5, 0, taps=(1, 1))
+    return config.drafter, jaxspec.DraftHeads(config, init_params(config, key=key))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle-1", "eagle-3", "dflash"])
+def test_other_versions_of_heads_change_no_bit(name):
+    drafter, heads = other_heads(name)
+    assert generate("bfloat16", drafter=drafter, heads=heads) == plain("bfloat16")
 
 
 def fits(case: dict[str, Any]) -> bool:
