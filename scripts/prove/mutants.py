@@ -59,6 +59,7 @@ def sampled(cell: str) -> tuple[str, ...]:
 
 
 ROLLOUT = "tests/generation/test_rollout.py"
+DELTA = "tests/models/test_delta.py"
 
 MUTANTS = (
     Mutant(
@@ -260,6 +261,30 @@ MUTANTS = (
         "lax.fori_loop(0, count[b], functools.partial(token, b), slots)",
         "lax.fori_loop(0, count[b] - 1, functools.partial(token, b), slots)",
         ("tests/core/test_cache.py::test_commit_keeps_the_first_tokens_of_each_path",),
+    ),
+    Mutant(
+        "rejected-tokens-change-the-state",
+        "the state of a recurrent layer also takes the tokens after the accepted ones (transformers #49036)",
+        "models/delta.py",
+        "real, started = jnp.arange(size) < count[:, None], length > 0",
+        "real, started = jnp.arange(size) >= 0 * count[:, None], length > 0",
+        (f"{DELTA}::test_a_commit_adds_a_path_to_the_text[XLA-two]",),
+    ),
+    Mutant(
+        "convolution-by-window-index",
+        "the convolution of a recurrent layer reads the tokens before a token in the window, not on its path",
+        "models/delta.py",
+        "inside = (mask & (rank == (depth - back)[..., None])).argmax(-1)",
+        "inside = jnp.maximum(mask.shape[2] - mask.shape[1] + jnp.arange(mask.shape[1]) - back, 0) + 0 * rank[..., 0]",
+        (f"{DELTA}::test_every_node_is_its_path_read_token_by_token[XLA-two-lengths0]",),
+    ),
+    Mutant(
+        "shortened-text-keeps-its-state",
+        "a row whose text is read again begins with the state of the old text",
+        "models/delta.py",
+        "state = jnp.where(started[:, None, None, None], store.state, 0)",
+        "state = store.state",
+        (f"{DELTA}::test_a_row_of_length_0_is_empty_whatever_its_store_holds[XLA]",),
     ),
     Mutant(
         "stop-token-within-the-draft",
