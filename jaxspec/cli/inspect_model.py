@@ -165,19 +165,27 @@ def memory_section(
     """
     from jaxspec.checkpoints.base import FILE_DTYPE, FLOAT_DTYPES, activation_dtype
     from jaxspec.checkpoints.gguf_blocks import native_bytes
-    from jaxspec.models.config import is_table
+    from jaxspec.models.config import is_matrix, is_table
 
     size = FLOAT_DTYPES[activation_dtype(dtype)].itemsize
     slots = sizes.round_to_bucket(sizes.required_slots(length, sizes.PROMPT_CHUNK))
     parameters = sum(map(native_bytes, stored)) if dtype == FILE_DTYPE else 0
     for name, shape in config.param_shapes().items() if dtype != FILE_DTYPE else ():
-        if len(shape) == 1:  # vectors stay float32
-            parameters += 4 * shape[0]
+        if not is_matrix(name.split(".")[-1], len(shape)):  # these stay float32
+            parameters += 4 * math.prod(shape)
         elif dtype == "int8":  # with a scale for each output
             parameters += math.prod(shape) + 4 * shape[0 if is_table(name) else 1]
         else:
             parameters += size * math.prod(shape)
-    cache = 2 * size * config.num_layers * batch * config.num_kv_heads * slots * config.head_dim
+    recurrent, delta = sum(config.recurrent), config.delta
+    cache = 2 * size * (config.num_layers - recurrent) * batch * config.num_kv_heads * slots * config.head_dim
+    states = {}
+    if delta is not None:
+        cache += (state := 4 * recurrent * batch * delta.store_numbers)
+        states = {
+            "states_bytes": state,
+            "states_per_drafted_token_bytes": 4 * recurrent * batch * delta.entry_numbers,
+        }
     return {
         "dtype": dtype,
         "batch": batch,
@@ -185,6 +193,7 @@ def memory_section(
         "parameters_bytes": parameters,
         "cache_slots_per_row": slots,
         "cache_bytes": cache,
+        **states,
         "logits_per_drafted_token_bytes": 4 * batch * config.vocab_size,
         "parameters_and_cache_bytes": parameters + cache,
     }

@@ -54,6 +54,16 @@ class DeltaSizes:
         """C, the number of channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
+    @property
+    def store_numbers(self) -> int:
+        """The number of float32 values that a layer keeps of the text of a row, however long the text is."""
+        return self.value_heads * self.key_width * self.value_width + (self.taps - 1) * self.channels
+
+    @property
+    def entry_numbers(self) -> int:
+        """The number of float32 values that a token of a window leaves behind in a layer."""
+        return self.channels + self.keys + self.values + self.value_heads
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

@@ -7,12 +7,17 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from helpers.checkpoints import VOCABULARY, gguf_tensors, hf_tensors, random_params, tiny_config, write_gguf, write_hf
+from helpers.families import write_checkpoint
+from helpers.logits import GOLDEN
 from jaxspec.checkpoints.base import StoredTensor
 from jaxspec.checkpoints.source import open_checkpoint, read_headers
 from jaxspec.cli import main
+from jaxspec.core.records import Window
 from jaxspec.models.rope import Rope
 
 pytestmark = pytest.mark.quick
@@ -69,8 +74,6 @@ def test_gguf(inspect, tmp_path):
 
 def test_what_is_told_is_what_is_loaded(inspect, tmp_path):
     """The memory against that of a loaded model and its cache."""
-    import jax
-
     import jaxspec
     from jaxspec.generation.drafting import Drafting
     from jaxspec.generation.memory import fit_capacity
@@ -85,6 +88,31 @@ def test_what_is_told_is_what_is_loaded(inspect, tmp_path):
         cache = jax.eval_shape(lambda lm=model.lm, slots=slots: lm.init_cache(2, slots)).stores
         assert memory["cache_slots_per_row"] == slots
         assert memory["cache_bytes"] == sum(leaf.size * leaf.dtype.itemsize for leaf in cache)
+
+
+def test_memory_of_recurrent_layers(inspect, tmp_path):
+    """States do not grow with the text; the entries of a drafted token are told beside them."""
+    import jaxspec
+
+    case = GOLDEN["qwen3.5"]
+    write_checkpoint(tmp_path / "m", "qwen3.5", case["settings"], case["shapes"])
+    for dtype in ("float32", "bfloat16"):
+        memory = json.loads(inspect(tmp_path / "m", "--json", "--batch", 2, "--length", 128, "--dtype", dtype)[1])[
+            "memory"
+        ]
+        model = jaxspec.load(tmp_path / "m", dtype=dtype, kernels=False)
+        cache = jax.eval_shape(lambda lm=model.lm, memory=memory: lm.init_cache(2, memory["cache_slots_per_row"]))
+        token = jnp.zeros((2, 1), jnp.int32)
+        window = Window(token, token, jnp.ones((2, 1, 1), bool))
+        _, entries = jax.eval_shape(model.lm.apply, model.params, window, cache)
+        assert memory["parameters_bytes"] == model.bytes
+        assert memory["cache_bytes"] == nbytes(cache.stores)
+        assert memory["states_bytes"] == nbytes(cache.stores.recurrent)
+        assert memory["states_per_drafted_token_bytes"] == nbytes(entries.recurrent)
+
+
+def nbytes(arrays) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
 def test_hugging_face_directory(inspect, tmp_path):

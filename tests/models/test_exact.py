@@ -19,7 +19,7 @@ from jaxspec.decode import target_call
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import attention_pallas, transformer
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import DeltaSizes, ModelConfig
 from jaxspec.models.exact import find_gap, resolve_exact
 from jaxspec.models.execution import Execution
 from jaxspec.models.rope import Rope
@@ -159,6 +159,7 @@ def test_the_form_is_shown():
         ({"dtype": "float32"}, "exact=True on a GPU needs weights in bfloat16 or int8, got float32"),
         ({"dtype": "file"}, "exact=True on a GPU needs weights in bfloat16 or int8, got file"),
         ({"execution": Execution(shards=2)}, "exact=True is for layers on one device, got 2"),
+        ({"config": config(delta=DeltaSizes(1, 1, 16, 16), recurrent=(True,))}, "without recurrent layers"),
         ({"config": config(head_dim=80)}, "needs heads whose width is a power of two"),
     ],
 )
