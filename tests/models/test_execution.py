@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxspec
-from helpers import toys
+from helpers import hybrids, toys
 from helpers.platforms import lowered_text
 from jaxspec.backend import layout
 from jaxspec.core.networks import LanguageModel
@@ -17,7 +17,9 @@ from jaxspec.decode.state import Weights
 from jaxspec.drafters._tapped import execution_of
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.generation.drafting import Drafting
+from jaxspec.kernels.library import kernels_available
 from jaxspec.models.execution import Execution
+from jaxspec.models.transformer import TransformerLM
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +29,8 @@ LOWERED_AS = {"cpu": "cpu", "tpu": "tpu", "gpu": "cuda"}
 
 def program(target: LanguageModel, platform: str) -> str:
     """The program of a decode loop, lowered for a platform."""
-    weights = Weights(jax.eval_shape(toys.transformer(jnp.bfloat16).init_params, jax.random.key(0)))
+    made = target if isinstance(target, TransformerLM) else toys.transformer(jnp.bfloat16)
+    weights = Weights(jax.eval_shape(made.init_params, jax.random.key(0)))
     asked = toys.request([[1, 2, 3, 1, 2]], 8, vocab=target.vocab, temperature=[1.0], top_p=[0.9])
     decoder = toys.decoder(target, PromptLookup(chain(3)))
     traced = jax.jit(lambda w, r: decoder.generate(w, r, 512)).trace(weights, asked)
@@ -46,6 +49,14 @@ def test_each_platform_has_its_own_form():
     loops = {name: text[name].count("stablehlo.while") for name in text}
     assert loops["gpu"] + layers < min(loops["cpu"], loops["tpu"])
     assert program(target, "cpu") == text["cpu"]  # JAX's default device is a CPU here
+
+
+@pytest.mark.parametrize("platform", LOWERED_AS)
+def test_recurrent_layers_have_the_form_of_the_platform(platform):
+    """One program holds the CPU's kernel and XLA's form; a program for another platform has no kernel."""
+    target = hybrids.LM.with_execution(kernels=kernels_available(), platform=platform)
+    text = program(target, platform)
+    assert ("jaxspec_delta" in text) == (platform == "cpu" and kernels_available())
 
 
 def test_a_mesh_of_cpus_on_a_machine_with_a_gpu_runs_the_program_of_a_cpu(monkeypatch):
