@@ -14,6 +14,7 @@ import json
 import pathlib
 import sys
 import tempfile
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
 
@@ -50,8 +51,10 @@ def main() -> None:
     layer = MtpLayer(config, dense.Qwen3_5DecoderLayer, dense.Qwen3_5RMSNorm, 0)
     named = {key: NAMES.get(key, key.replace("mtp_block.", "mtp.layers.0.")) for key in layer.state_dict()}
     own = {named[key]: list(tensor.shape) for key, tensor in layer.state_dict().items()}
-    layer.load_state_dict({key: torch.from_numpy(random_tensor(CASE, name, own[name])) for key, name in named.items()})
+    weights = {key: torch.from_numpy(random_tensor(CASE, str(name), own[name])) for key, name in named.items()}
+    layer.load_state_dict(weights)
     text = torch.tensor([tokens_of(CASE)[: ROWS + STEPS + 1]])
+    states: Any = None
     with torch.no_grad():
         hidden = model.model(text, use_cache=False).last_hidden_state[:, :ROWS]
         for _ in range(STEPS + 1):

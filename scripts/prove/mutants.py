@@ -22,6 +22,7 @@ import tempfile
 import time
 
 from jaxspec.bench.measurements import add_record, write_record
+from jaxspec.kernels.library import VARIABLE
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIMEOUT = 600
@@ -40,6 +41,7 @@ class Mutant:
         file: within the package.
         old, new: the line, and what takes its place; `old` stands there exactly once.
         tests: pytest's names of the tests that must not all pass.
+        kernels: the kind of CPU kernels with the defect, as in JAXSPEC_KERNELS; None for those of this processor.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    kernels: str | None = None
 
 
 def exact(rule: str) -> tuple[str, ...]:
@@ -404,14 +407,6 @@ MUTANTS = (
         ("tests/models/test_exact_texts.py::test_drafts_and_other_rows_change_no_bit[bfloat16-model-dynamic]",),
     ),
     Mutant(
-        "exact-texts-of-splits-by-rows",
-        "with exact=True, products in Pallas split the inputs by the number of rows, and a draft changes the text",
-        "models/products_pallas.py",
-        "segments = segment_count(rows.shape[1])",
-        "segments = segment_count(rows.shape[1]) if len(rows) < 32 else 1",
-        ("tests/models/test_exact_texts.py::test_drafts_and_other_rows_change_no_bit[bfloat16-model-dynamic]",),
-    ),
-    Mutant(
         "exact-products-without-a-check-of-sizes",
         "exact=True chooses products in Pallas for a vocabulary for which there is no kernel",
         "models/layer_calls_pallas.py",
@@ -490,6 +485,7 @@ MUTANTS = (
         "bits_ == 5 || bits_ == 6 ? 2 : 1",
         "bits_ == 5 ? 8 : bits_ == 6 ? 2 : 1",
         ("tests/kernels/test_blocks.py::test_the_largest_sums_are_exact",),
+        kernels="AVX2",
     ),
     Mutant(
         "blocks-in-the-order-of-the-file",
@@ -901,12 +897,18 @@ def build(folder: pathlib.Path, flags: str = "") -> None:
 
 
 def tested(
-    tests: tuple[str, ...], folder: pathlib.Path, seed: int, limit: int | None, marked: str
+    tests: tuple[str, ...],
+    folder: pathlib.Path,
+    seed: int,
+    limit: int | None,
+    marked: str,
+    kernels: str | None,
 ) -> tuple[int, list[str], str]:
     """pytest's exit status, the tests that failed by an assertion, and what was printed; `limit` is in seconds."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--seed={seed}", "-m", marked]
     command += tests
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "500"}
+    environment |= {} if kernels is None else {VARIABLE: kernels}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
     failed = re.findall(r"^FAILED (.+?)(?: - (?:AssertionError|assert)\b.*)$", done.stdout, re.MULTILINE)
     return done.returncode, failed, done.stdout + done.stderr
@@ -917,7 +919,7 @@ def kill(mutant: Mutant) -> tuple[Mutant, list[str], float, str]:
     with tempfile.TemporaryDirectory() as folder:
         prepared(mutant, pathlib.Path(folder))
         for marked in (USUAL, SLOW):
-            _, failed, printed = tested(mutant.tests, pathlib.Path(folder), 0, TIMEOUT, marked)
+            _, failed, printed = tested(mutant.tests, pathlib.Path(folder), 0, TIMEOUT, marked, mutant.kernels)
             if failed:
                 break
     return mutant, failed, time.perf_counter() - start, printed
@@ -946,7 +948,7 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         with tempfile.TemporaryDirectory() as folder:
             prepared(None, pathlib.Path(folder))
             for seed in range(arguments.clean):
-                status, _, printed = tested(tests, pathlib.Path(folder), seed, None, USUAL)  # all of them at once
+                status, _, printed = tested(tests, pathlib.Path(folder), seed, None, USUAL, None)  # all of them at once
                 red += status != 0
                 print(f"seed {seed}: " + ("green" if status == 0 else f"RED\n{printed}"), flush=True)
         return 1 if red else 0
