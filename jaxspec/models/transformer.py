@@ -21,6 +21,7 @@ from jaxspec.backend import exact_products
 from jaxspec.core import cache as caches
 from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Entries, Params, Window
+from jaxspec.errors import InvalidConfig
 from jaxspec.models import delta
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta import DeltaStore
@@ -157,7 +158,7 @@ class TransformerLM:
         execution: how the operations of the network run.
 
     Raises:
-        InvalidConfig: a tap is not the number of a layer.
+        InvalidConfig: a tap is not the number of a layer, or there is no kernel for a layer.
     """
 
     config: ModelConfig
@@ -169,6 +170,8 @@ class TransformerLM:
 
     def __post_init__(self):
         check_taps(self.taps, self.depth)
+        if self.execution.products == "pallas" and (self.config.recurrent or self.config.out_gate):
+            raise InvalidConfig("products='pallas' has no recurrent layers and no gates after attention; use 'xla'")
 
     @property
     def vocab(self) -> int:

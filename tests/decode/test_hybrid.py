@@ -15,9 +15,14 @@ from helpers.compiling import simulated
 from helpers.hybrids import LM, PARAMS
 from helpers.paths import TESTS
 from helpers.toys import RAGGED, decoder, extend, random_request, run, start, texts, truncate
+from jaxspec.core.topology import chain
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
+from jaxspec.drafters.prompt_lookup import PromptLookup
+from jaxspec.errors import InvalidConfig
+from jaxspec.kernels.library import kernels_available
+from jaxspec.models.kernels import with_kernels
 from jaxspec.testing import model_law
 
 B, CAPACITY = 6, 128
@@ -96,3 +101,27 @@ def test_text_follows_the_law_of_the_whole_text():
     freedom = expected.size - 1
     # The G-test at one in a million, by the normal approximation of its root (Fisher 1925).
     assert np.sqrt(2 * statistic) - np.sqrt(2 * freedom - 1) < 4.8
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_vmap_has_the_texts_of_each_batch(kernels):
+    if kernels and not kernels_available():
+        pytest.skip("needs the CPU kernels")
+    model = jaxspec.Model(LM, PARAMS)
+    model = with_kernels(model) if kernels else model
+    each, weights = decoder(model.lm, PromptLookup(chain(3))), Weights(model.params)
+    asked = [random_request(seed, 2, LM.vocab, longest=6, budget=8) for seed in (1, 2)]
+    size = max(one.tokens.shape[1] for one in asked)
+    asked = [one._replace(tokens=jnp.pad(one.tokens, ((0, 0), (0, size - one.tokens.shape[1])))) for one in asked]
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *asked)
+    mapped = jax.jit(jax.vmap(lambda one: each.generate(weights, one, 64)))(both)
+    for i, one in enumerate(asked):
+        alone = jax.jit(lambda one: each.generate(weights, one, 64))(one)
+        np.testing.assert_array_equal(mapped.length[i], alone.length)
+        for row, length in enumerate(np.asarray(alone.length)):
+            np.testing.assert_array_equal(mapped.tokens[i, row, :length], alone.tokens[row, :length])
+
+
+def test_products_in_pallas_are_refused():
+    with pytest.raises(InvalidConfig, match="products='pallas' has no recurrent layers"):
+        LM.with_execution(attention="pallas", products="pallas")
