@@ -37,6 +37,12 @@ _EARLIER_NAMES = {
     "jaxspec.heads.medusa_config.HeadsConfig": "jaxspec.heads.config.HeadsConfig",
 }
 """Classes that were moved to another module. Results files that were begun before the move keep their descriptions."""
+LATER_FIELDS = {
+    "jaxspec.models.config.ModelConfig": ("out_gate", "delta", "recurrent"),
+    "jaxspec.heads.eagle_config.EagleConfig": ("pair_norms",),
+}
+"""Fields that classes got after results files and manifests of training were written. With its default, such a field
+is not described."""
 
 
 def describe_job(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
@@ -97,8 +103,11 @@ def describe_static(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return digest(describe_weights(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: below(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"kind": _name(type(value))} | fields
+        kind = _name(type(value))
+        later = LATER_FIELDS.get(kind, ())
+        fields = {f.name: f.default for f in dataclasses.fields(value)}
+        described = (n for n, default in fields.items() if n not in later or getattr(value, n) != default)
+        return {"kind": kind} | {name: below(getattr(value, name)) for name in described}
     if isinstance(value, Mapping):
         return {str(key): below(value[key]) for key in sorted(value, key=str)}
     if isinstance(value, (set, frozenset)):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxspec.errors import TrainingError
+from jaxspec.generation.fingerprint import LATER_FIELDS
 from jaxspec.storage.reading import check_path
 from jaxspec.train.files import write_json
 from jaxspec.train.settings import TrainSettings
@@ -174,9 +175,10 @@ def _compare(name: str, before: dict[str, Any], now: dict[str, Any]) -> tuple[di
     """
     differences: dict[str, str] = {}
     unknown: list[str] = []
-    for key, value in now.items():
-        dotted, old = f"{name}{key}", before.get(key)
-        if key not in before and (name or key in LATER_LABELS):
+    later = set().union(*LATER_FIELDS.values())  # without a description, such a field has its default
+    for key in [*now, *(key for key in before if key in later and key not in now)]:
+        dotted, old, value = f"{name}{key}", before.get(key), now.get(key)
+        if key not in before and key not in later and (name or key in LATER_LABELS):
             unknown.append(dotted)
         elif isinstance(old, dict) and isinstance(value, dict):
             inner, missing = _compare(f"{dotted}.", old, value)

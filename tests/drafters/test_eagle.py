@@ -318,7 +318,7 @@ def test_what_does_not_fit_is_refused():
     [
         ({"version": 2}, "version of an EAGLE head must be 1 or 3"),
         ({"version": 1, "taps": (1,)}, "an EAGLE-1 head reads the target's last feature"),
-        ({"version": 1, "norm_output": True}, "an EAGLE-1 head reads the target's last feature"),
+        ({"version": 1, "norm_output": True}, "norm_output of an EAGLE-1 head needs pair_norms"),
         ({"taps": ()}, "at least one tap"),
         ({"taps": (0, 1)}, "taps must be whole numbers from 1"),
         ({"fc_norm": True, "norm_before_fc": True}, "cannot both be true"),

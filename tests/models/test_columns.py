@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from helpers.checkpoints import tiny_config
 from helpers.compiling import simulated
 from helpers.paths import TESTS
 from jaxspec.models.columns import FUSED_PARAMS, group_by_shard, ungroup
+from jaxspec.models.config import DeltaSizes
 
 PROGRAM = """
 import json, sys
@@ -36,8 +38,9 @@ def test_a_placed_model_is_read_as_on_one_device(every):
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("name", FUSED_PARAMS)
 def test_grouping_is_undone(name, shards):
-    config = tiny_config(num_heads=8, num_kv_heads=4)
-    shapes = tiny_config(num_heads=8, num_kv_heads=4, qkv_bias=True, mlp_bias=True).layer_shapes(0)
+    sizes: dict[str, Any] = {"delta": DeltaSizes(4, 8, 8, 8), "recurrent": (True, False), "num_layers": 2}
+    config = tiny_config(num_heads=8, num_kv_heads=4, qkv_bias=True, mlp_bias=True, **sizes)
+    shapes = config.layer_shapes(0) | config.layer_shapes(1)
     leaf = np.arange(np.prod(shapes[name])).reshape(shapes[name])
     grouped = group_by_shard(name, leaf, config, shards)
     assert np.array_equal(ungroup(name, grouped, config, shards), leaf)
