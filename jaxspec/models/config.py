@@ -20,7 +20,7 @@ class DeltaSizes:
         value_heads: the number of heads of values, each with a state; a multiple of `key_heads`.
         key_width: the width of a query and of a key.
         value_width: the width of a value.
-        taps: the number of tokens in the causal convolution, including the token itself.
+        taps: the number of tokens in the causal convolution, including the token itself; 2 to 16.
         tiled: whether value head h reads key head h mod `key_heads`, as in GGUF files, and not key head
             h // (value_heads / key_heads).
     """
@@ -29,15 +29,13 @@ class DeltaSizes:
     value_heads: int
     key_width: int
     value_width: int
-    taps: int = 4
+    taps: int = setting(4, least=2, most=16)
     tiled: bool = False
 
     def __post_init__(self):
         check_fields(self)
         if self.value_heads % self.key_heads:
             raise InvalidConfig(f"value_heads ({self.value_heads}) must be a multiple of key_heads ({self.key_heads})")
-        if self.taps < 2:
-            raise InvalidConfig(f"taps must be at least 2, got {self.taps}")
 
     @property
     def keys(self) -> int:

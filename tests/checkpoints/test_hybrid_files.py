@@ -139,7 +139,7 @@ def test_small_matrices_that_steer_the_state_stay_in_float32(tmp_path, dtype):
 
 
 def test_wrappers_with_vision_tensors(tmp_path):
-    """The model inside a multimodal one; a drafter inside it and the vision tensors are named and left out."""
+    """The text model of a multimodal checkpoint is opened; its MTP and vision tensors are named and left out."""
     settings, shapes = GOLDEN["qwen3.5"]["settings"], GOLDEN["qwen3.5"]["shapes"]
     outer = {"model_type": "qwen3_5", "text_config": settings, "vision_config": {"depth": 1}}
     named = {

@@ -328,5 +328,7 @@ def test_gradients(parents):
 def test_bad_sizes_are_refused():
     with pytest.raises(InvalidConfig, match=r"value_heads \(3\) must be a multiple of key_heads \(2\)"):
         DeltaSizes(2, 3, 8, 8)
-    with pytest.raises(InvalidConfig, match="taps must be at least 2, got 1"):
+    with pytest.raises(InvalidConfig, match="taps must be a whole number from 2"):
         DeltaSizes(2, 2, 8, 8, taps=1)
+    with pytest.raises(InvalidConfig, match="taps must be at most 16, got 17"):
+        DeltaSizes(2, 2, 8, 8, taps=17)
