@@ -16,8 +16,8 @@ MAX_SOURCE = 1 << 18  # characters; the longest published templates have about 3
 MAX_OUTPUT = 1 << 20  # characters that a template may add to the characters of its input
 MAX_VALUE_DEPTH = 90  # levels of nested lists and dicts in a template's input
 SECONDS, MEMORY = 0.75, 96 << 20  # processor time and bytes for compiling a template and for every rendering
-COMPILE_SECONDS, COMPILE_MEMORY = 1.5e-5, 1280  # in addition, per character of source; measured: 5e-6 s and 300 bytes,
-# and for the costliest kind of expression 1.2e-5 s and 1550 bytes
+COMPILE_SECONDS, COMPILE_MEMORY = 6e-5, 1280  # in addition, per character of source; measured: 5e-6 s and 300 bytes,
+# and for the costliest kind of expression 1.2e-5 s and 1550 bytes; a busy machine needs twice the time
 TRIAL_SECONDS = 0.1  # for rendering the short conversations of `MessageForms`, at most 14 of them
 SECONDS_PER_CHARACTER, MEMORY_PER_CHARACTER = 2e-6, 64  # in addition, per character of input
 CONTAINER_SIZE = 512  # characters that a list or dict counts, in addition to its contents

@@ -14,6 +14,7 @@ from helpers import hybrids
 from helpers.compiling import simulated
 from helpers.hybrids import LM, PARAMS
 from helpers.paths import TESTS
+from helpers.tiers import with_slow
 from helpers.toys import RAGGED, decoder, extend, random_request, run, start, texts, truncate
 from jaxspec.core.topology import chain
 from jaxspec.decode.state import Weights
@@ -49,6 +50,7 @@ def test_cuts_longer_texts_and_shorter_texts():
     assert len(set(map(str, ends[0][2]))) > 3
 
 
+@pytest.mark.slow
 def test_a_broken_row_ends_and_harms_no_other():
     """One row's prompt holds a token whose embedding is NaN."""
     broken = PARAMS | {"embed": PARAMS["embed"].at[7].set(jnp.nan)}
@@ -63,6 +65,7 @@ def test_a_broken_row_ends_and_harms_no_other():
             assert out[row].tokens == sound[row].tokens
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_devices_that_share_layers_have_the_text_of_one():
     words = [sys.executable, "-c", hybrids.ON_FOUR, str(TESTS)]
@@ -103,7 +106,7 @@ def test_text_follows_the_law_of_the_whole_text():
     assert np.sqrt(2 * statistic) - np.sqrt(2 * freedom - 1) < 4.8
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", with_slow([True, False], {False}))
 def test_vmap_has_the_texts_of_each_batch(kernels):
     if kernels and not kernels_available():
         pytest.skip("needs the CPU kernels")

@@ -122,8 +122,9 @@ def test_the_sizes_have_kernels():
     assert repr(model("int8")).endswith("exact, products in Pallas)")
 
 
-USUAL = [("bfloat16", "medusa", "wide"), ("int8", "prompt-lookup", "chain"), ("bfloat16", "model", "dynamic")]
-EVERY = [("int8" if i % 2 else "bfloat16", name, None) for i, name in enumerate(registry.DRAFTERS)]
+USUAL = [("int8", "prompt-lookup", "chain"), ("bfloat16", "model", "dynamic")]
+EVERY = [("bfloat16", "medusa", "wide")]
+EVERY += [("int8" if i % 2 else "bfloat16", name, None) for i, name in enumerate(registry.DRAFTERS)]
 
 
 @pytest.mark.parametrize(("kind", "name", "tree"), with_slow([*USUAL, *EVERY], set(EVERY)))
@@ -197,7 +198,8 @@ def test_streams_and_sessions_have_the_bits_of_one_call(name):
         assert text_of(text) == text_of(whole)
 
 
-@pytest.mark.parametrize("name", with_slow(registry.DRAFTERS, set(registry.DRAFTERS) - {"early-exit"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", registry.DRAFTERS)
 def test_rollouts_have_the_bits_of_generate(name):
     target: Any = model("bfloat16")
     longest = max(map(len, PROMPTS))

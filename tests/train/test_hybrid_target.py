@@ -8,6 +8,7 @@ import pytest
 
 import jaxspec
 from helpers import hybrids, toys
+from helpers.tiers import with_slow
 from helpers.trainees import SOURCE, TOKENIZER, WORDS, train, write_prompts
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import DraftHeads, init_params
@@ -30,7 +31,7 @@ def target() -> jaxspec.Model:
     return jaxspec.Model(LM, params, TOKENIZER, ChatTemplate(SOURCE), (0,), "hybrid")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, {"medusa", "eagle3"}))
 def test_heads_learn_to_draft(tmp_path, kind):
     model = target()
     trained = train(model, write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out", of=KINDS[kind], steps=24)
