@@ -55,6 +55,17 @@ def widths(values: Values) -> str:
     return table(headings, rows)
 
 
+def hybrids(values: Values) -> str:
+    rows = []
+    for name, entry in values.items():
+        cells = [f"{row['ms'][1]:.0f} ({row['times_one'][1]:.2f}; on cores {row['core_times_one'][1]:.2f}; "
+                 f"assumed {row['assumed']:.2f})" for row in entry["rounds"]]  # fmt: skip
+        rows.append([name, f"{entry['weights_gb']:.2f}", *cells])
+    counts = (row["nodes"] for row in next(iter(values.values()))["rounds"])
+    headings = [f"{n} nodes" if n > 1 else "1 node, ms per round (times 1 node)" for n in counts]
+    return table(["shapes of", "weights, GB", *headings], rows)
+
+
 def lookup(values: Values) -> str:
     rows = []
     for dtype, (copying, *ordinary) in values.items():
@@ -516,7 +527,7 @@ def replay(values: Values) -> str:
 
 
 RENDERERS: dict[str, Callable[[Values], str]] = {
-    "widths": widths, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
+    "widths": widths, "hybrids": hybrids, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
