@@ -6,7 +6,7 @@ Other packages add members through the entry-point groups `jaxspec.drafters`, `j
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 from jaxspec.errors import InvalidConfig, UnknownName
@@ -16,18 +16,25 @@ class Members(MutableMapping[str, str]):
     """A mapping from the name of each member to its class, as "module:Class".
 
     jaxspec's own members come first, and other packages cannot replace them. Entry points are only read to list all
-    names or to look up a name that is not jaxspec's own.
+    names or to look up a name that is not jaxspec's own. A second name of a member is known, but not listed.
     """
 
-    def __init__(self, group: str, own: dict[str, str]):
-        """Makes a registry of jaxspec's own members and the members of the entry-point group."""
-        self._group, self._own = group, own
+    def __init__(self, group: str, own: dict[str, str], second_names: Mapping[str, str] | None = None):
+        """Makes a registry of jaxspec's own members and the members of the entry-point group.
+
+        Args:
+            group: the entry-point group.
+            own: jaxspec's own members.
+            second_names: second names of jaxspec's own members, and the names of these members.
+        """
+        self._group, self._own, self._second_names = group, own, dict(second_names or {})
 
     def _all(self) -> dict[str, str]:
         found = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=self._group)}
         return self._own | {name: value for name, value in found.items() if name not in self._own}
 
     def __getitem__(self, name: str) -> str:
+        name = self._second_names.get(name, name)
         return self._own[name] if name in self._own else self._all()[name]
 
     def __setitem__(self, name: str, location: str) -> None:
@@ -42,10 +49,18 @@ class Members(MutableMapping[str, str]):
     def __len__(self) -> int:
         return len(self._all())
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all members, and then the second names."""
+        return *self, *self._second_names
+
     def own(self, name: str) -> bool:
         """Returns whether a member is jaxspec's own."""
-        return name in self._own
+        return self._second_names.get(name, name) in self._own
 
+
+MTP_DRAFTER = "mtp"
+"""The drafter "eagle" with the layer for multi-token prediction inside the target."""
 
 DRAFTERS = Members(
     "jaxspec.drafters",
@@ -60,6 +75,7 @@ DRAFTERS = Members(
         "eagle": "jaxspec.drafters.eagle:Eagle",
         "dflash": "jaxspec.drafters.dflash:DFlash",
     },
+    {MTP_DRAFTER: "eagle"},
 )
 
 DRAFTER = "prompt-lookup"

@@ -6,6 +6,7 @@ parameter of `ModelConfig.param_shapes`, a function that reads it. Weights are r
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ FLOAT_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.
 FILE_DTYPE = "file"
 WEIGHT_DTYPES = (*FLOAT_DTYPES, "int8", FILE_DTYPE)
 """Supported dtypes of a model's matrices; "file" keeps the dtypes of a GGUF file."""
+
+DRAFTING_TENSOR = re.compile(r"mtp\.fc\.weight|blk\.\d+\.nextn\.eh_proj\.weight", re.ASCII)
+"""The name of the input projection of a layer for multi-token prediction: in Hugging Face files, and in GGUF files."""
 
 
 def activation_dtype(dtype: str) -> str:
@@ -100,6 +104,7 @@ class Checkpoint:
         stored: the file's tensors, by their names in the file.
         settings: see `jaxspec.Model`.
         left_out: the file's tensors that do not belong to the text model, such as encoders of images.
+        path: the path of the files; empty if `source` is the path.
     """
 
     config: ModelConfig
@@ -119,6 +124,7 @@ class Checkpoint:
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     left_out: tuple[str, ...] = ()
+    path: str = ""
 
     def __post_init__(self):
         for token in (*self.stop_ids, *(() if self.bos_id is None else (self.bos_id,))):
@@ -131,6 +137,11 @@ class Checkpoint:
         for name, text in self.special_tokens.items():
             if not isinstance(text, str):
                 raise CheckpointError(f"{self.source}: special token {name!r:.80} is {text!r:.80}, expected a string")
+
+    @property
+    def has_drafting_layer(self) -> bool:
+        """Whether the file also holds a layer for multi-token prediction; see `jaxspec.heads.eagle_layouts`."""
+        return any(DRAFTING_TENSOR.fullmatch(name) for name in self.left_out)
 
     def open_template(self) -> "ChatTemplate | None":
         """Compiles the chat template; returns None if there is none.

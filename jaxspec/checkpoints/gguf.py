@@ -5,11 +5,19 @@ import functools
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.checkpoints.base import Checkpoint, Headers, TokenizerSource, canonical_tensors, check_finite, make_config
+from jaxspec.checkpoints.base import (
+    Checkpoint,
+    Headers,
+    StoredTensor,
+    TokenizerSource,
+    canonical_tensors,
+    check_finite,
+    make_config,
+)
 from jaxspec.checkpoints.gguf_blocks import join, read_native, rotation_halves
 from jaxspec.checkpoints.gguf_header import MAX_STRINGS, decode, describe_tensor
 from jaxspec.checkpoints.gguf_parts import LocatedTensor, open_parts, read_part_headers
@@ -44,6 +52,13 @@ _NAMES = {
     "gate_norm": (_BLOCK + "ssm_norm.weight",),
 }
 _RECURRENT_OUT = _BLOCK + "ssm_out.weight"
+_DRAFTING_NAMES = {
+    "fc": (_BLOCK + "nextn.eh_proj.weight",),
+    "embed_norm": (_BLOCK + "nextn.enorm.weight",),
+    "hidden_norm": (_BLOCK + "nextn.hnorm.weight",),
+    "norm": (_BLOCK + "nextn.shared_head_norm.weight",),
+}
+"""The tensors of a block for multi-token prediction, besides those of a layer with attention."""
 _OTHER_PARTS = ("v.", "mm.", "a.")
 """Prefixes of the tensors of encoders of images and sound, which some files contain in addition to the text model."""
 _ROTARY_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -179,6 +194,50 @@ def open_gguf(path: str | os.PathLike, context: int | None = None) -> Checkpoint
         stored={name: describe_tensor(located.tensor.kind, located.tensor.shape) for name, located in tensors.items()},
         left_out=left_out,
     )
+
+
+class DraftingBlock(NamedTuple):
+    """The block for multi-token prediction of a GGUF file, with the headers checked and no weight read.
+
+    Attributes:
+        target: the sizes of the model in the same file.
+        names: the block's tensors of each kind of parameter, as in `canonical_tensors`.
+        stored: the block's tensors.
+        read: reads one tensor.
+    """
+
+    target: ModelConfig
+    names: Mapping[str, tuple[str, ...]]
+    stored: Mapping[str, StoredTensor]
+    read: Callable[[str], np.ndarray]
+
+
+def open_drafting_block(path: str | os.PathLike) -> DraftingBlock:
+    """Opens the block for multi-token prediction of a GGUF file.
+
+    Raises:
+        CheckpointError: the file is malformed, its model is not supported, or it does not have exactly one such block.
+    """
+    where = os.fspath(path)
+    metadata, tensors = open_parts(where)
+
+    def read(name: str) -> np.ndarray:
+        located = tensors[name]
+        return check_finite(located.where, name, decode(located.data, located.tensor))
+
+    reader = _ConfigReader(where, metadata, tensors, read, None)
+    config, blocks = reader.config(), reader.drafting_layers
+    if len(blocks) != 1:
+        raise CheckpointError(f"{where}: has {len(blocks)} blocks for multi-token prediction, expected 1")
+    prefix = _BLOCK.format(blocks[0])
+    stored = {
+        name: describe_tensor(located.tensor.kind, located.tensor.shape)
+        for name, located in tensors.items()
+        if name.startswith(prefix)
+    }
+    kinds = _NAMES | dict(reader.architecture.names) | _DRAFTING_NAMES
+    names = {kind: tuple(name.replace(_BLOCK, prefix) for name in parts) for kind, parts in kinds.items()}
+    return DraftingBlock(config, names, stored, read)
 
 
 def read_gguf_headers(path: str | os.PathLike) -> Headers:

@@ -132,8 +132,6 @@ FAMILIES = {
     ),
 }
 
-MTP_TENSOR = "mtp.fc.weight"
-"""The tensor that a model with a layer for multi-token prediction has; see `jaxspec.heads.eagle_layouts`."""
 _QWEN_HYBRID = Family(
     defaults={
         "head_dim": 256,

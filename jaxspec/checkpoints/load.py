@@ -23,7 +23,6 @@ from jaxspec.checkpoints.base import (
     check_shape,
     describe_left_out,
 )
-from jaxspec.checkpoints.hf_families import MTP_TENSOR
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
 from jaxspec.confined.process import CONFINED
@@ -148,7 +147,7 @@ def load(
         name=name,
         preset=checkpoint.source if checkpoint.source in PRESETS else None,
         settings=checkpoint.settings,
-        heads_inside=checkpoint.source if MTP_TENSOR in checkpoint.left_out else None,
+        heads_inside=(checkpoint.path or checkpoint.source) if checkpoint.has_drafting_layer else None,
     )
 
 

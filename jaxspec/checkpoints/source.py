@@ -38,7 +38,7 @@ def open_source(
     path = find_source(source, revision, report)
     name = os.fspath(source)
     checkpoint = open_checkpoint(path, context)
-    return checkpoint if path == name else dataclasses.replace(checkpoint, source=name)
+    return checkpoint if path == name else dataclasses.replace(checkpoint, source=name, path=path)
 
 
 def find_source(

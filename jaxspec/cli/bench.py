@@ -53,9 +53,9 @@ def add_options(parser: Parser) -> None:
     add(
         "--drafters",
         metavar="DRAFTER,...",
-        help=f"drafters ({'|'.join(DRAFTERS)}), each optionally with a tree and a schedule, as in model:4,model:2x2,"
-        f"model:8@adaptive. A tree is a number for a chain of that length, or {TREE_GRAMMAR}. A schedule is one of "
-        f"{'|'.join(SCHEDULES)} (default: all drafters that the models support)",
+        help=f"drafters ({'|'.join(DRAFTERS.all_names)}), each optionally with a tree and a schedule, as in "
+        f"model:4,model:2x2,model:8@adaptive. A tree is a number for a chain of that length, or {TREE_GRAMMAR}. "
+        f"A schedule is one of {'|'.join(SCHEDULES)} (default: all drafters that the models support)",
     )
     add("--tuned", metavar="FILE", help="also measure the result of 'jaxspec tune'")
     add_drafter_options(add)

@@ -11,7 +11,7 @@ from jaxspec.cli.models import Sources, add_heads, read_sources
 from jaxspec.cli.options import MAX_NODES, Parser, UsageError, choice_type, whole_type
 from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.errors import InvalidConfig
-from jaxspec.registry import DRAFTER, DRAFTERS, RULES, SCHEDULES, find
+from jaxspec.registry import DRAFTER, DRAFTERS, MTP_DRAFTER, RULES, SCHEDULES, find
 
 if TYPE_CHECKING:
     from jaxspec.core.topology import Dynamic, Topology
@@ -63,13 +63,13 @@ def add_rule(parser: Parser) -> None:
 def add_drafting(parser: Parser) -> None:
     """Adds the options of drafter, tree and rule, which `read_drafting` reads and checks."""
     add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
-    drafters = "|".join(DRAFTERS)
+    drafters = "|".join(DRAFTERS.all_names)
     add(
         "--drafter",
         default=DRAFTER,
         type=choice_type("drafter", DRAFTERS),
         metavar=drafters,
-        help=f"default: {DRAFTER}",
+        help=f"{MTP_DRAFTER} drafts with the layer for multi-token prediction inside the target (default: {DRAFTER})",
     )
     add(
         "--draft-length",

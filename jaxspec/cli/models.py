@@ -5,12 +5,14 @@ Imports JAX only when used.
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from jaxspec.cli.options import UsageError
-from jaxspec.errors import CapacityError, MissingTokenizer
-from jaxspec.registry import DRAFTERS, find
+from jaxspec.errors import CapacityError, JaxspecError, MissingTokenizer
+from jaxspec.registry import DRAFTERS, MTP_DRAFTER, find
+from jaxspec.storage.reading import check_path
 
 if TYPE_CHECKING:
     from jaxspec.checkpoints.base import Checkpoint
@@ -103,12 +105,28 @@ def _name_takers(field: str) -> str:
 def _missing(drafter: str, target: str, draft: str | None, heads: list[str] | None) -> str | None:
     """Returns the option that a drafter of jaxspec's own needs and that is missing, such as `--heads`; or None.
 
-    Heads may also come with jaxspec. Drafters of other packages report missing inputs themselves.
+    Heads may also come with jaxspec, or be inside the target. Drafters of other packages report missing inputs
+    themselves, and so does `MTP_DRAFTER`.
     """
     takes = find("drafter", drafter).takes if DRAFTERS.own(drafter) else ()
     if "draft" in takes and draft is None:
         return "--draft-model"
-    return "--heads" if "heads" in takes and heads is None and find_preset_heads(target, drafter) is None else None
+    if "heads" not in takes or heads is not None or drafter == MTP_DRAFTER:
+        return None
+    known = find_preset_heads(target, drafter) is not None or (drafter == "eagle" and _has_heads_inside(target))
+    return None if known else "--heads"
+
+
+def _has_heads_inside(target: str) -> bool:
+    """Returns whether local files of a target hold heads; files that cannot be read hold none."""
+    from jaxspec.heads.find import find_layout
+    from jaxspec.heads.layouts import LAYOUTS
+
+    try:
+        layout = find_layout(check_path(target)) if os.path.exists(target) else None
+    except JaxspecError:
+        return False
+    return layout in LAYOUTS and LAYOUTS[layout].in_model
 
 
 def find_preset_draft(target: str) -> str | None:

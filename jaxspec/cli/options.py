@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxspec.core.descriptions import read_fields
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
 def choice_type(kind: str, names: Iterable[str]) -> Callable[[str], str]:
     """Returns the type of an option whose value is one of the names."""
-    names = tuple(names)
+    names = names if isinstance(names, Collection) else tuple(names)
 
     def check(name: str) -> str:
         if name not in names:

@@ -29,7 +29,7 @@ def add_options(parser: Parser) -> None:
     )
     options.add_chat(options.add_models(parser))
     add = parser.add_argument_group("drafts and prompts").add_argument
-    names = "|".join(DRAFTERS)
+    names = "|".join(DRAFTERS.all_names)
     add("--drafter", required=True, type=choice_type("drafter", DRAFTERS), metavar=names)
     add("--draft-length", type=whole_type(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")
     add("--tree", metavar="SPEC", help=f"trees instead of chains: {TREE_GRAMMAR}")

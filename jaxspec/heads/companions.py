@@ -8,10 +8,12 @@ from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.networks import TypedTarget
+from jaxspec.errors import InvalidConfig
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.find import find_shipped_heads
 from jaxspec.models.model import Model
 from jaxspec.models.packed import is_quantized
+from jaxspec.registry import MTP_DRAFTER
 
 _LOADED: weakref.WeakKeyDictionary[Model, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -20,12 +22,25 @@ def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
     """Adds the heads or the draft model that a drafter needs, if none are given and the target's preset has them.
 
     Heads may also be among the target's own files.
+
+    Raises:
+        InvalidConfig: the drafter is `MTP_DRAFTER`, and the target has no heads inside, or other heads are given.
     """
-    loaded = _LOADED.setdefault(inputs.target, {})
-    if drafter == "eagle" and inputs.heads is None and inputs.target.heads_inside is not None:
-        if drafter not in loaded:
-            loaded[drafter] = load_heads(inputs.target.heads_inside, target=inputs.target)
-        return dataclasses.replace(inputs, heads=loaded[drafter])
+    loaded, inside = _LOADED.setdefault(inputs.target, {}), inputs.target.heads_inside
+    if drafter == MTP_DRAFTER and inputs.heads is not None:
+        raise InvalidConfig(
+            f"the drafter {drafter!r} drafts with the layer inside the target; leave heads out, or choose the drafter "
+            "'eagle' for other heads"
+        )
+    if drafter == MTP_DRAFTER and inside is None:
+        raise InvalidConfig(
+            f"the drafter {drafter!r} needs a target with a layer for multi-token prediction, and the files of "
+            f"{inputs.target.name or 'this target'} have none; choose another drafter"
+        )
+    if drafter in (MTP_DRAFTER, "eagle") and inputs.heads is None and inside is not None:
+        if MTP_DRAFTER not in loaded:
+            loaded[MTP_DRAFTER] = load_heads(inside, target=inputs.target)
+        return dataclasses.replace(inputs, heads=loaded[MTP_DRAFTER])
     preset = PRESETS.get(inputs.target.preset or "")
     if preset is None:
         return inputs

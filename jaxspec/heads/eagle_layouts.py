@@ -18,11 +18,14 @@ from jaxspec.heads.layered import (
     layer_settings,
     speculators_settings,
 )
+from jaxspec.models.config import ModelConfig
 
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 """The key of config.json that states the taps."""
 DEFAULT_THETA = 10000.0
 """The base of rotary positions if config.json has none."""
+MTP_LAYOUT = "mtp"
+"""The layout of a layer for multi-token prediction inside a model."""
 _LAYERS, _MIDDLE = "layers.{}.", "midlayer."
 
 
@@ -128,22 +131,27 @@ class EagleReader(LayerReader):
         return super()._rope(width)
 
 
+def mtp_config(target: ModelConfig, layers: int = 1) -> EagleConfig:
+    """Returns the sizes of an MTP head of so many layers inside a model; its layers have attention."""
+    decoder = dataclasses.replace(
+        target,
+        num_layers=layers,
+        tie_embeddings=False,
+        window=None,
+        windowed=(),
+        window_rope=None,
+        delta=None,
+        recurrent=(),
+    )
+    return EagleConfig(decoder, 1, norm_output=True, pair_norms=True)
+
+
 class MtpReader(EagleReader):
     """Reads the sizes of a layer for multi-token prediction, which are those of its model."""
 
     def read(self, vocab: int | None, drafted: int | None) -> EagleConfig:
         target, _ = read_config(self._where, dict(text_settings(self._settings)))
-        decoder = dataclasses.replace(
-            target,
-            num_layers=self._count_layers(),
-            tie_embeddings=False,
-            window=None,
-            windowed=(),
-            window_rope=None,
-            delta=None,
-            recurrent=(),
-        )
-        return EagleConfig(decoder, 1, norm_output=True, pair_norms=True)
+        return mtp_config(target, self._count_layers())
 
 
 class EagleKind(LayeredKind):
@@ -237,7 +245,7 @@ EAGLE = EagleKind(
             has_ids=False,
         ),
         EagleLayout(
-            name="mtp",
+            name=MTP_LAYOUT,
             summary="the layer for multi-token prediction inside a Qwen3.5 model",
             readers="vLLM, SGLang",
             mark=r"fc\.weight",

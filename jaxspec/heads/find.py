@@ -1,14 +1,17 @@
 """Finds draft heads and their layout by file names and headers. Nothing here imports JAX."""
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxspec.checkpoints import folder
+from jaxspec.checkpoints import folder, gguf, gguf_parts
+from jaxspec.checkpoints.base import DRAFTING_TENSOR
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import find_source
 from jaxspec.errors import CheckpointError, UnknownName
+from jaxspec.heads.eagle_layouts import MTP_LAYOUT
 from jaxspec.heads.kinds import PICKLE_SUFFIXES
 from jaxspec.heads.layouts import HEAD_FILES, LAYOUTS, TORCH_FILE, recognise_layout
 
@@ -83,6 +86,14 @@ def _not_shipped(name: str) -> CheckpointError:
     )
 
 
+def find_gguf(path: pathlib.Path) -> pathlib.Path | None:
+    """Returns the GGUF file that a path names, or that a directory without other files of models holds."""
+    if path.is_dir():
+        held = any(os.path.exists(path / name) for name in (folder.WEIGHTS_FILE, folder.INDEX_FILE, *HEAD_FILES))
+        return None if held or os.path.exists(path / TORCH_FILE) else gguf_parts.find_model(path)
+    return path if path.suffix.lower() == ".gguf" else None
+
+
 def find_layout(path: pathlib.Path) -> str | None:
     """Returns the name of the layout of the heads in a directory or a file.
 
@@ -96,6 +107,11 @@ def find_layout(path: pathlib.Path) -> str | None:
         path = path if name is None else path / name
     if path.suffix in PICKLE_SUFFIXES:
         return PICKLE_LAYOUT
+    if (file := find_gguf(path)) is not None:
+        with contextlib.suppress(CheckpointError):
+            if any(DRAFTING_TENSOR.fullmatch(name) for name in gguf.read_gguf_headers(file).stored):
+                return MTP_LAYOUT
+        return None
     try:
         if path.is_dir():
             layout = recognise_layout(folder.open_tensors(path))

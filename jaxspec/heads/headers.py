@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoints import folder, torch_file
-from jaxspec.checkpoints.base import StoredTensor
+from jaxspec.checkpoints import folder, gguf, torch_file
+from jaxspec.checkpoints.base import StoredTensor, canonical_tensors
 from jaxspec.checkpoints.folder import LazyTensor
 from jaxspec.core.sizes import MAX_INT32
 from jaxspec.core.topology import Topology, read_parents
 from jaxspec.errors import CheckpointError, InvalidConfig, ShapeMismatch
-from jaxspec.heads.find import HEADS_MANIFEST, HEADS_TENSORS, OWN_LAYOUT, find_heads
+from jaxspec.heads.eagle_layouts import MTP_LAYOUT, mtp_config
+from jaxspec.heads.find import HEADS_MANIFEST, HEADS_TENSORS, OWN_LAYOUT, find_gguf, find_heads
 from jaxspec.heads.kinds import CONFIG_JSON, PICKLE_SUFFIXES, HeadKind, head_kind
 from jaxspec.heads.layouts import HEAD_FILES, TORCH_FILE, recognise_layout
 from jaxspec.heads.network import check_target, vocab_size_of
@@ -96,11 +97,18 @@ def open_heads(
     path = check_path(find_heads(source, allow_pickle=allow_pickle, report=report))
     if (path / HEADS_MANIFEST).exists():
         return _open_ours(path)
+    if (block := find_gguf(path)) is not None:
+        return _open_gguf(path, block)
     directory, name = (path, _file(path)) if path.is_dir() else (path.parent, path.name)
     where = str(directory / name)
     tensors = _open_tensors(directory, name, allow_pickle)
     layout = recognise_layout(tensors)
     if layout is None:
+        if block := next((name for name in sorted(tensors) if name.endswith(".eh_proj.weight")), None):
+            raise CheckpointError(
+                f"{where}: has a layer for multi-token prediction in the layout of DeepSeek and GLM ({block}), which "
+                "jaxspec does not read"
+            )
         first = ", ".join(sorted(tensors)[:3])
         raise CheckpointError(f"{where}: holds no draft heads in a known layout; its first tensors are {first}")
     settings = folder.read_optional_json(directory, CONFIG_JSON) or {}
@@ -110,6 +118,15 @@ def open_heads(
     heads = kind.open(where, layout, tensors, settings)
     stored = {name: tensor.stored for name, tensor in tensors.items()}
     return HeadFile(path, heads.layout.name, kind, heads.sizes, heads.readers, stored, settings, None, heads.notes)
+
+
+def _open_gguf(path: pathlib.Path, file: pathlib.Path) -> HeadFile:
+    """Opens the block for multi-token prediction of a GGUF file."""
+    target, names, stored, read = gguf.open_drafting_block(file)
+    config = mtp_config(target)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    readers = canonical_tensors(str(file), config.decoder, names, shapes, read, config.param_shapes())
+    return HeadFile(path, MTP_LAYOUT, head_kind(config.drafter), dict(vars(config)), readers, stored, {})
 
 
 def _file(directory: pathlib.Path) -> str:

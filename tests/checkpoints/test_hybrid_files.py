@@ -2,114 +2,22 @@
 
 import json
 
-import gguf
 import jax
 import numpy as np
 import pytest
 
 import jaxspec
-from helpers.families import random_tensor, tokens_of, write_checkpoint
+from helpers.families import tokens_of, write_checkpoint
+from helpers.hybrid_files import write_gguf
 from helpers.logits import GOLDEN, POSITIONS, logits_in_pieces
 from helpers.narrow import instance, not_none
 from jaxspec.checkpoints.hf_families import read_config
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import DeltaSizes
 from jaxspec.models.transformer import TransformerLM
 
 CASES = ("qwen3.5", "qwen3.5-tied")
-TENSORS = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "post_attention_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
-    "linear_attn.in_proj_z.weight": "attn_gate.weight",
-    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
-    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
-    "linear_attn.A_log": "ssm_a",
-    "linear_attn.dt_bias": "ssm_dt.bias",
-    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
-    "linear_attn.norm.weight": "ssm_norm.weight",
-    "linear_attn.out_proj.weight": "ssm_out.weight",
-}
-"""The names in GGUF files, by llama.cpp's conversion/qwen.py and src/models/qwen35.cpp."""
-
-
-def tiled(array, sizes: DeltaSizes, first: int = 0, axis: int = 0):
-    """Moves the value heads from `first` on into llama.cpp's order, in which a plain repeat pairs them with keys."""
-    head, values = np.split(np.moveaxis(array, axis, 0), [first])
-    each = values.reshape(sizes.key_heads, sizes.value_heads // sizes.key_heads, -1, *values.shape[1:])
-    return np.moveaxis(np.concatenate([head, each.swapaxes(0, 1).reshape(values.shape)]), 0, axis)
-
-
-def in_gguf(name: str, array: np.ndarray, sizes: DeltaSizes) -> np.ndarray:
-    """Returns a tensor as the converter writes it."""
-    if name.endswith("norm.weight") and "linear_attn" not in name:
-        array = array + 1
-    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
-        array = tiled(array, sizes, 2 * sizes.keys)
-    if name.endswith(("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")):
-        array = tiled(array, sizes)
-    if name.endswith("out_proj.weight"):
-        array = tiled(array, sizes, axis=1)
-    array = -np.exp(array) if name.endswith("A_log") else array
-    return array[:, 0] if name.endswith("conv1d.weight") else array
-
-
-def write_gguf(path, case: str, metadata=None, tensors=None):
-    """Writes the model of a case, with a block for multi-token prediction that is only named."""
-    settings, shapes = GOLDEN[case]["settings"], GOLDEN[case]["shapes"]
-    config, _ = read_config("config.json", settings)
-    sizes = not_none(config.delta)
-    writer = gguf.GGUFWriter(path, "qwen35")
-    entries = {
-        "context_length": 256,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_layers + 1,
-        "nextn_predict_layers": 1,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.rope.width,
-        "full_attention_interval": 4,
-        "ssm.conv_kernel": sizes.taps,
-        "ssm.state_size": sizes.key_width,
-        "ssm.group_count": sizes.key_heads,
-        "ssm.time_step_rank": sizes.value_heads,
-        "ssm.inner_size": sizes.values,
-    }
-    for key, value in (entries | (metadata or {})).items():
-        writer.add_uint32(f"qwen35.{key}", value)
-    writer.add_float32("qwen35.rope.freq_base", 1e7)
-    writer.add_float32("qwen35.attention.layer_norm_rms_epsilon", 1e-6)
-    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    found = {}
-    for name, shape in shapes.items():
-        if name.startswith("model.layers."):
-            layer, part = name.removeprefix("model.layers.").split(".", 1)
-            file = f"blk.{layer}.{TENSORS[part]}"
-        else:
-            file = names.get(name, "output.weight")
-        found[file] = in_gguf(name, random_tensor(case, name, shape), sizes)
-    found[f"blk.{config.num_layers}.nextn.eh_proj.weight"] = np.zeros((4, 8), np.float32)
-    for name, array in (found | (tensors or {})).items():
-        writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def test_gguf_files_have_the_logits_of_transformers(tmp_path):

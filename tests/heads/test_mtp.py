@@ -1,5 +1,6 @@
 """Tests layers for multi-token prediction (MTP) inside models: states against transformers, files, and drafting."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,14 +11,22 @@ import pytest
 
 import jaxspec
 from helpers.families import tokens_of, write_checkpoint
+from helpers.hybrid_files import write_gguf
+from helpers.narrow import instance
 from helpers.paths import GOLDEN_DIR
+from jaxspec.cli import main
 from jaxspec.core import cache as caches
 from jaxspec.core.records import Window
+from jaxspec.drafters.eagle import Eagle, mtp_tree
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.eagle_layouts import mtp_config
 from jaxspec.heads.files import load_heads
+from jaxspec.heads.find import find_layout
 from jaxspec.heads.network import init_cache, make_network
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import look_up
+from jaxspec.models.transformer import TransformerLM
 
 GOLDEN = json.loads((GOLDEN_DIR / "mtp.json").read_text())
 CASE = "qwen3.5-mtp"
@@ -73,10 +82,72 @@ def test_the_layer_of_the_target_is_its_default_head(folder, target):
     prompts = [[5, 6, 7, 8], [9, 10]]
     out = jaxspec.generate(target, prompts, drafter="eagle", tree=tree, **options)
     own = load_heads(folder, target=target)
-    named = jaxspec.generate(target, prompts, drafter="eagle", heads=own, tree=tree, **options)
+    named = jaxspec.generate(target, prompts, drafter="mtp", tree=tree, **options)
+    assert instance(Eagle, jaxspec.Drafting("eagle", heads=own).build_drafter(target)[0]).config == own.config
     plain = jaxspec.generate(target, prompts, drafter="none", **options)
     assert [row.tokens for row in out] == [row.tokens for row in named] == [row.tokens for row in plain]
     assert out.stats.drafted == named.stats.drafted > 0
+
+
+def test_the_block_of_a_gguf_file_is_the_same_layer(folder, target, tmp_path):
+    """Norms have 1 added in such files; `inspect` names the layout; the drafter "mtp" takes the block by itself."""
+    path = write_gguf(tmp_path / "model.gguf", CASE, golden=GOLDEN)
+    model = jaxspec.load(path, kernels=False, report=lambda note: None)
+    own, other = load_heads(folder, target=target), load_heads(path, target=model)
+    assert find_layout(path) == find_layout(folder) == "mtp"
+    assert own.config == other.config
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), own.params, other.params)
+    drafter, params = jaxspec.Drafting("mtp").build_drafter(model)
+    assert instance(Eagle, drafter).config == own.config
+    jax.tree.map(np.testing.assert_array_equal, params, other.params)
+
+
+def test_blocks_of_gguf_files_that_are_not_understood(tmp_path):
+    case = "qwen3.5-mtp"
+    with pytest.raises(CheckpointError, match="has 2 blocks for multi-token prediction, expected 1"):
+        load_heads(
+            write_gguf(tmp_path / "two.gguf", case, {"nextn_predict_layers": 2, "block_count": 6}, golden=GOLDEN)
+        )
+    more = {"blk.4.nextn.embed_tokens.weight": np.zeros((48, 32))}
+    with pytest.raises(CheckpointError, match=r"tensors not expected: blk\.4\.nextn\.embed_tokens\.weight"):
+        load_heads(write_gguf(tmp_path / "table.gguf", CASE, tensors=more, golden=GOLDEN))
+
+
+def test_the_layout_of_deepseek_and_glm_is_named(tmp_path):
+    write_checkpoint(tmp_path / "m", CASE, {}, {"model.layers.61.eh_proj.weight": [4, 8]})
+    with pytest.raises(CheckpointError, match=r"in the layout of DeepSeek and GLM \(model\.layers\.61\.eh_proj"):
+        load_heads(tmp_path / "m")
+
+
+def test_the_drafter_mtp_needs_the_layer(folder, target):
+    bare = dataclasses.replace(target, heads_inside=None)
+    with pytest.raises(InvalidConfig, match="needs a target with a layer for multi-token prediction"):
+        jaxspec.generate(bare, [5, 6], drafter="mtp", max_new_tokens=2)
+    with pytest.raises(InvalidConfig, match="leave heads out"):
+        jaxspec.generate(target, [5, 6], drafter="mtp", heads=load_heads(folder, target=target), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(("vocab", "length"), [(100, 4), (4000, 2), (40_000, 1)])
+def test_the_default_chain_is_priced(vocab, length):
+    """A call of the layer reads the projection of the whole vocabulary, so a large vocabulary shortens the chain."""
+    config = ModelConfig(vocab, 32, 64, 24, 4, 2, 8)
+    lm, head = TransformerLM(config), mtp_config(config)
+    target = jaxspec.Model(lm, lm.init_params(jax.random.key(0)))
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in head.param_shapes().items()}
+    assert mtp_tree(head, params, target).shape.depth == length
+
+
+def test_the_command_line_knows_the_layer(folder, target, tmp_path, capsys):
+    """`inspect` shows it in both formats; `--drafter eagle` does not ask for heads that the target has."""
+    for path in (folder, write_gguf(tmp_path / "model.gguf", CASE, golden=GOLDEN)):
+        assert main(["inspect", str(path), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["heads"]["layout"] == "mtp"
+    for drafter in ("eagle", "mtp"):
+        assert main(["generate", "a", "--target", str(folder), "--drafter", drafter]) == 1
+        assert "tokenizer" in capsys.readouterr().err
+    assert main(["generate", "a", "--target", str(folder), "--drafter", "medusa"]) == 2
+    assert "needs --heads" in capsys.readouterr().err
 
 
 def test_a_file_of_the_layer_alone(folder, target, tmp_path):
