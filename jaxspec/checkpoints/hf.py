@@ -16,7 +16,7 @@ from jaxspec.checkpoints import base as common
 from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
 from jaxspec.checkpoints.hf_families import Family, read_config
-from jaxspec.checkpoints.hf_wrappers import text_names, text_settings
+from jaxspec.checkpoints.hf_wrappers import check_ties, text_names, text_settings
 from jaxspec.errors import CheckpointError
 from jaxspec.models.config import ModelConfig
 
@@ -38,6 +38,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
     settings = folder.read_optional_json(directory, "config.json")
     if settings is None:
         raise CheckpointError(f"{directory}: has no config.json")
+    check_ties(str(directory / "config.json"), settings)
     settings = text_settings(settings)
     config, family = read_config(str(directory / "config.json"), settings, context)
     generation = folder.read_optional_json(directory, "generation_config.json") or {}

@@ -9,6 +9,8 @@ import bisect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxspec.errors import CheckpointError
+
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIX = "model."
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config", "pad_token_id")
@@ -63,6 +65,26 @@ def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     stated = {key: value for key, value in text.items() if value is not None or key == "sliding_window"}
     outside = {key: settings[key] for key in _OUTER_KEYS if key in settings}
     return DEFAULT_SIZES[kind] | outside | stated
+
+
+def check_ties(where: str, settings: Mapping[str, Any]) -> None:
+    """Refuses a config.json of Qwen3.5 that ties the output head to the embedding outside of `text_config` and not
+    inside, or the other way round.
+
+    Files of other families have such entries, of which the inner entry is read.
+
+    Raises:
+        CheckpointError: the entries contradict each other.
+    """
+    text = settings.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != "qwen3_5_text":
+        return
+    outer, inner = (each.get("tie_word_embeddings") for each in (settings, text))
+    if None not in (outer, inner) and outer != inner:
+        raise CheckpointError(
+            f"{where}: tie_word_embeddings is {outer!r:.80}, but {inner!r:.80} inside text_config; expected the same "
+            "value"
+        )
 
 
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:

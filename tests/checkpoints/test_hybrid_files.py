@@ -2,6 +2,7 @@
 
 import json
 
+import gguf
 import jax
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from jaxspec.checkpoints.hf_families import read_config
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.kernels.library import kernels_available
+from jaxspec.models.packed import has_blocks
 from jaxspec.models.transformer import TransformerLM
 
 CASES = ("qwen3.5", "qwen3.5-tied")
@@ -28,6 +31,27 @@ def test_gguf_files_have_the_logits_of_transformers(tmp_path):
     found = logits_in_pieces(model, tokens_of("qwen3.5"))[list(POSITIONS)]
     np.testing.assert_allclose(found, GOLDEN["qwen3.5"]["logits"], rtol=0, atol=1e-4)
     assert any("blk.4.nextn.eh_proj.weight" in line for line in said)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels_available(), reason="needs the CPU kernels")
+def test_blocks_of_gguf_files_are_kept(tmp_path):
+    """Two kinds of blocks in one fused matrix; logits are close to those of the same file in float32, and a draft
+    changes no token."""
+    kinds = gguf.GGMLQuantizationType
+    types = dict.fromkeys(("attn_qkv.weight", "attn_q.weight", "ffn_gate.weight"), kinds.Q4_0)
+    types |= dict.fromkeys(("attn_gate.weight", "attn_k.weight", "ffn_up.weight", "token_embd.weight"), kinds.Q8_0)
+    path = write_gguf(tmp_path / "model.gguf", "qwen3.5", types=types)
+    model, exact = (load(path, dtype=dtype, report=lambda note: None) for dtype in ("file", "float32"))
+    assert has_blocks(model.params["layers"][0]["qkvz"])
+    assert not has_blocks(model.params["layers"][0]["rates"])
+    found, expected = (logits_in_pieces(each, tokens_of("qwen3.5")) for each in (model, exact))
+    assert np.abs(found - expected).mean() < 0.02 * np.ptp(expected)  # activations are rounded to 8 bits
+    texts = [
+        jaxspec.generate(model, [[5, 6, 7, 5, 6]], drafter=drafter, max_new_tokens=16, ignore_eos=True)[0].tokens
+        for drafter in ("none", "prompt-lookup")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_factors_of_decays_must_be_negative(tmp_path):
@@ -62,6 +86,36 @@ def test_wrappers_with_vision_tensors(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("outer", "inner", "said"),
+    [
+        (True, False, "tie_word_embeddings is True, but False inside text_config"),
+        (False, None, "tensors missing: lm_head.weight"),
+        (None, True, None),
+        (True, None, None),
+    ],
+)
+def test_ties_of_the_output_head_must_agree(tmp_path, outer, inner, said):
+    """Two entries of config.json with each other, and with the tensors: this file has no output head."""
+    case = "qwen3.5-tied"
+    text = {**GOLDEN[case]["settings"], "tie_word_embeddings": inner}
+    settings = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": outer}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    write_checkpoint(tmp_path / "m", case, settings, GOLDEN[case]["shapes"])
+    if said is None:
+        assert open_checkpoint(tmp_path / "m").config.tie_embeddings
+        return
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(tmp_path / "m")
+
+
+def test_an_output_head_that_the_config_ties_must_be_the_embedding(tmp_path):
+    golden = GOLDEN["qwen3.5"]
+    write_checkpoint(tmp_path / "m", "qwen3.5", golden["settings"] | {"tie_word_embeddings": True}, golden["shapes"])
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load(tmp_path / "m", kernels=False)
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"attn_output_gate": False}, "attn_output_gate is False, expected True"),
@@ -73,6 +127,7 @@ def test_wrappers_with_vision_tensors(tmp_path):
         ({"layer_types": ["sliding_attention"] * 4}, "expected 4 of full_attention and linear_attention"),
         ({"full_attention_interval": 0}, "full_attention_interval is 0, expected a whole number from 1"),
         ({"model_type": "qwen4_exp"}, "model_type 'qwen4_exp' is not supported"),
+        ({"model_type": "qwen3_next"}, "model_type 'qwen3_next' is not supported"),
     ],
 )
 def test_configs_that_are_not_understood_are_refused(changes, said):

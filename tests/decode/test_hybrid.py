@@ -66,6 +66,19 @@ def test_a_broken_row_ends_and_harms_no_other():
 
 
 @pytest.mark.slow
+def test_continuous_batching_has_the_texts_of_plain_decoding():
+    """Seven prompts in three rows: a row's state begins afresh for each of its texts."""
+    prompts = [[1, 2, 3], [9], [30, 31, 32, 30], [5, 6], [7, 8, 9, 10, 11], [12], [13, 14]]
+    options = {"key": jax.random.key(2), "max_new_tokens": [3, 9, 5, 12, 4, 7, 6], "ignore_eos": True}
+    model = jaxspec.Model(LM, PARAMS)
+    plain = jaxspec.generate(model, prompts, drafter="none", **options)
+    out = jaxspec.generate(
+        model, prompts, drafter="model", draft=jaxspec.Model(LM, hybrids.DRAFT), tree=RAGGED, batch=3, **options
+    )
+    assert [row.tokens for row in out] == [row.tokens for row in plain]
+    assert out.stats.accepted > 0
+
+
 @pytest.mark.mesh
 def test_devices_that_share_layers_have_the_text_of_one():
     words = [sys.executable, "-c", hybrids.ON_FOUR, str(TESTS)]
