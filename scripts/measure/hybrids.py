@@ -13,9 +13,11 @@ bytes, but float32 weights of all layers would not fit into the memory of a smal
 import argparse
 import sys
 import time
+import zlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
@@ -77,11 +79,10 @@ def make_model(name: str, dtype: str) -> tuple[jaxspec.Model, int]:
         shapes["layers"] = {i: layers[i] for i in range(PERIOD)}
 
     def make(path: Any, leaf: Any) -> Any:
-        key = 1
-        array = (
-            normal(jax.random.key(key), leaf.shape, str(leaf.dtype)) if leaf.ndim > 1 else jax.numpy.ones(leaf.shape)
-        )
-        return jax.block_until_ready(pack_param(path[-1].key, array))
+        if leaf.ndim < 2:
+            return jnp.ones(leaf.shape, leaf.dtype)
+        key = jax.random.key(zlib.crc32(str(path).encode()))
+        return jax.block_until_ready(pack_param(path[-1].key, normal(key, leaf.shape, str(leaf.dtype))))
 
     params = jax.tree_util.tree_map_with_path(make, shapes)
     params["layers"] = {i: params["layers"][i % len(params["layers"])] for i in range(config.num_layers)}
