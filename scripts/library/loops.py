@@ -1,7 +1,8 @@
 """What `make tpu` and `make gpu` share: decoders with the shapes of Llama 3, compiled for devices that are not here.
 
 The target has the shapes of Llama-3-8B in bfloat16 or int8, with drafters and trees, on one device and on a mesh of
-2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. Nothing is run.
+2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. A few cases have the shapes of Qwen3.5-4B, whose layer for
+multi-token prediction drafts. Nothing is run.
 """
 
 import dataclasses
@@ -30,10 +31,12 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.drafters.recycling import Recycling
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
+from jaxspec.heads.eagle_layouts import mtp_config
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import unflatten
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import DeltaSizes, ModelConfig
 from jaxspec.models.quantized import quantize
+from jaxspec.models.rope import Rope
 from jaxspec.models.sharding import param_shardings
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
@@ -49,6 +52,11 @@ AT_ONE_WIDTH = (
 )  # fmt: skip
 """Drafters that the tiers also compile with one width for every target call."""
 WIDTH, WIDE = 16, 64
+HYBRID = "Qwen3.5-4B, "
+"""The beginning of the names of drafters for a target with the shapes of Qwen3.5-4B."""
+PERIOD = 4
+"""Layers of Qwen3.5 after which the kinds of layers repeat: three with Gated DeltaNet, and one with attention."""
+HYBRID_TREES = {"MTP, 8 nodes": 8, "MTP, 64 nodes": 64}
 
 
 def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, kv_heads: int = 8) -> TransformerLM:
@@ -58,6 +66,26 @@ def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, 
         num_kv_heads=kv_heads, head_dim=hidden // heads, tie_embeddings=False,
     )  # fmt: skip
     return TransformerLM(config, "bfloat16")
+
+
+def qwen35(layers: int) -> TransformerLM:
+    """Shapes of Qwen3.5-4B."""
+    config = ModelConfig(
+        vocab_size=248320, hidden_size=2560, intermediate_size=9216, num_layers=layers, num_heads=16, num_kv_heads=4,
+        head_dim=256, norm_eps=1e-6, rope=Rope(theta=1e7, width=64), qk_norm=True, out_gate=True,
+        delta=DeltaSizes(16, 32, 128, 128), recurrent=tuple((i + 1) % PERIOD > 0 for i in range(layers)),
+    )  # fmt: skip
+    return TransformerLM(config, "bfloat16")
+
+
+def hybrid_drafters(target: TransformerLM) -> dict[str, tuple[Any, Any]]:
+    """Returns drafters of a target with the shapes of Qwen3.5-4B, each with the shapes of its parameters."""
+    config = mtp_config(target.config)
+    made: dict[str, tuple[Any, Any]] = {f"{HYBRID}none": (NoDraft(), None)}
+    for name, nodes in HYBRID_TREES.items():
+        tree = jaxspec.best_tree([0.6, 0.2, 0.1, 0.05], nodes)
+        made[HYBRID + name] = Eagle(config, target, tree), head_shapes(config, target)
+    return made
 
 
 def shapes(lm: TransformerLM, int8: bool = False) -> Any:
@@ -171,6 +199,7 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
         capacity: slots of the cache for a target of so many layers.
     """
     names = drafters(llama(layers), layers)
+    hybrids = [*hybrid_drafters(qwen35(PERIOD))]
     few = [name for name in names if name.startswith(("none", "prompt-lookup", "medusa"))]
     shallow = functools.partial(Case, layers=layers, capacity=capacity(layers))
     if everything:
@@ -191,6 +220,8 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
         yield shallow(first, name, attention="pallas", width=WIDE if "64" in name else WIDTH)
     for chip, name in itertools.product(others, few):
         yield shallow(chip, name)
+    for mesh, name in itertools.product((False, True), hybrids):
+        yield Case(first, name, mesh, 1 + mesh, layers=PERIOD, capacity=capacity(1))
     if layers < DEEP:
         for attention in ("xla", "pallas"):
             yield Case(first, BY_KERNEL[0], layers=DEEP, capacity=capacity(DEEP), attention=attention)
@@ -213,11 +244,13 @@ def int32(*shape: int) -> Any:
 
 def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
     """Returns the loop, and the shapes of weights, state and rounds with their places on the devices."""
-    target = llama(case.layers).with_execution(
+    hybrid = case.drafter.startswith(HYBRID)
+    target = (qwen35 if hybrid else llama)(case.layers).with_execution(
         attention=case.attention, products=case.products, platform=platform, exact=case.exact
     )
     batch = case.batch
-    drafter, params = drafters(target, case.layers)[case.drafter]
+    named = hybrid_drafters(target) if hybrid else drafters(target, case.layers)
+    drafter, params = named[case.drafter]
     decoder = jaxspec.Decoder(target, drafter, Coupled(), width_matched=case.width or False)
     weights = Weights(shapes(target, case.int8), params)
     request = Request(
@@ -236,14 +269,15 @@ def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
         mesh = jaxspec.make_mesh(2, 2, devices)
         partition = Partition(mesh, row_axes(lambda w, r: decoder.init(w, r, case.capacity), weights, request))
         function = partition.over(decoder.run, arguments)
-        named = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), partition.specs(arguments))
-        named = (named[0]._replace(target=param_shardings(weights.target, mesh)), *named[1:])
-        cache = jax.NamedSharding(mesh, jax.P(None, "data", "model"))
-        kv = jax.tree.map(lambda _: cache, state.cache.stores)
-        named = (named[0], named[1]._replace(cache=named[1].cache._replace(stores=kv)), *named[2:])
+        places = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), partition.specs(arguments))
+        places = (places[0]._replace(target=param_shardings(weights.target, mesh)), *places[1:])
+        # Keys and values [L, B, H, S, K], states [B, H, K, K], inputs of a convolution [B, F - 1, C].
+        axes = {5: (None, "data", "model"), 4: ("data", "model"), 3: ("data", None, "model")}
+        stores = jax.tree.map(lambda leaf: jax.NamedSharding(mesh, jax.P(*axes[leaf.ndim])), state.cache.stores)
+        places = (places[0], places[1]._replace(cache=places[1].cache._replace(stores=stores)), *places[2:])
     else:
-        named = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), arguments)
-    placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, named)
+        places = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), arguments)
+    placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, places)
     return function, placed
 
 

@@ -1,6 +1,7 @@
 """What `make tpu` and `make gpu` look for in a compiled loop, and the table that they print and record."""
 
 import argparse
+import collections
 import dataclasses
 import importlib.metadata
 import json
@@ -19,6 +20,7 @@ LARGE = 1_000_000  # bytes; what is smaller may be copied
 COMPUTED = ("dot", "convolution", "slice", "dynamic-slice")  # results and parts, which may be as large by chance
 PLAIN = "none"
 REFERENCES: dict[Case, list[kernels.Kernel]] = {}  # kernels before the logits without a drafter
+COPIES = ("copy", "copy-start", "transpose")
 HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 
 
@@ -51,6 +53,23 @@ def findings(
     return wrong
 
 
+def state_writes(parts: dict[str, list[hlo.Instruction]], body: str, states: Any, share: int = 1) -> dict[str, int]:
+    """Returns how often a round writes an array of the shape of a state of a recurrent layer, by operation.
+
+    A commit must write each state once; a copy of a state is waste. On a mesh, rows and heads of a state are split in
+    `share` parts each. Axes of one entry do not count.
+    """
+    counts: collections.Counter = collections.Counter()
+    split = [(leaf.shape[0] // share, leaf.shape[1] // share, *leaf.shape[2:]) for leaf in states]
+    shapes = {tuple(n for n in shape if n > 1) for shape in split}
+    for name in hlo.reached(parts, body):
+        for one in parts[name]:
+            for op, type in hlo.written(parts, one):
+                if tuple(n for n in hlo.shape(type) if n > 1) in shapes:
+                    counts[op] += 1
+    return dict(counts)
+
+
 def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     """What every tier says about a program."""
     done, weights, state = program.done, program.weights, program.state
@@ -65,11 +84,16 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     if memory.alias_size_in_bytes < caches:
         wrong.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the caches have {caches}")
     loop = next(one for one in program.parts["ENTRY"] if one.op == "while")
+    states = [leaf for leaf in jax.tree.leaves(state.cache.stores) if leaf.ndim == 4]
+    writes = state_writes(program.parts, hlo.called(loop, "body"), states, 2 if case.mesh else 1)
+    wrong += [f"{count} times a {op} of a state" for op, count in writes.items() if op in COPIES]
+    own = {"state_writes": sum(writes.values()) / len(states)} if states else {}
     moved = hlo.moved(program.parts, hlo.called(loop, "body"))
     kernels = {"attention_mb": max(hlo.moved_by_kernels(program.parts)) / 1e6} if case.attention == "pallas" else {}
     return (
         case.named
         | kernels
+        | own
         | {
             "fits": True,
             "wrong": wrong,
@@ -154,6 +178,8 @@ class Tier:
             return f"{head} does not fit: {row['why']}"
         own, layer = row.get("attention_mb"), row["cache_mb"] / row["layers"]
         kernel = "" if own is None else f"attention moves {own:.2f} MB a layer (cache {layer:.2f}), "
+        if "state_writes" in row:
+            kernel += f"each state written {row['state_writes']:g} times, "
         if "kernels" in row:
             kernel += (
                 f"{row['same_kernels']} of {row['kernels']} kernels before the logits are those of plain decoding, "
@@ -168,7 +194,8 @@ class Tier:
     def recorded(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Returns the figures of a record."""
         names = ("chip", "mesh", "drafter", "batch", "dtype", "layers", "weights_gb", "moved_gb", "ms_by_bytes",
-                 "ms_weights_alone", "temporary_mb", "attention_mb", "kernels", "same_kernels", *self.kept)  # fmt: skip
+                 "ms_weights_alone", "temporary_mb", "attention_mb", "state_writes",
+                 "kernels", "same_kernels", *self.kept)  # fmt: skip
         kept = [{name: row[name] for name in names if name in row} for row in rows]
         return {
             "sound": sum(row["fits"] and not row["wrong"] for row in rows),

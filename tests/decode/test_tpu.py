@@ -108,6 +108,32 @@ def test_what_must_not_be_there_is_found():
     assert tier.findings(hlo.computations(fine), weights, cache.stores) == []
 
 
+STATES = """
+%commit (p.1: f32[1,4,8,16], p.2: f32[4,8,16]) -> f32[1,4,8,16] {
+  %p.1 = f32[1,4,8,16]{3,2,1,0} parameter(0)
+  %p.2 = f32[4,8,16]{2,1,0} parameter(1)
+  ROOT %a = f32[1,4,8,16]{3,2,1,0} add(%p.1, %p.2)
+}
+
+%body (q: (f32[1,4,8,16])) -> (f32[1,4,8,16]) {
+  %new = f32[1,4,8,16]{3,2,1,0} fusion(%old, %added), kind=kLoop, calls=%commit
+  %wide = f32[8,64]{1,0} add(%x, %y)
+  %same = f32[4,8,16]{2,1,0} copy(%new)
+}
+"""
+
+
+def test_writes_of_states_are_counted():
+    """By shape: an array of as many elements is not a state. On a mesh each device has a quarter of two rows."""
+    parts = hlo.computations(STATES)
+    assert tier.state_writes(parts, "body", [jax.ShapeDtypeStruct((1, 4, 8, 16), "float32")]) == {"add": 1, "copy": 1}
+    assert tier.state_writes(parts, "body", [jax.ShapeDtypeStruct((2, 8, 8, 16), "float32")], 2) == {
+        "add": 1,
+        "copy": 1,
+    }
+    assert tier.state_writes(parts, "body", [jax.ShapeDtypeStruct((1, 8, 8, 8), "float32")]) == {}
+
+
 def test_the_bytes_of_a_round_are_counted_by_hand():
     """Of what is sliced its part, through nested fusions, too; of a cache its update; of branches the larger."""
     rows, matrix, fetched = 8 * 512 * 2, 512 * 256 * 2, 64 * 64 * 2
