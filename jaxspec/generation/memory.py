@@ -56,10 +56,22 @@ def fit_capacity(decoder: Decoder, weights: Weights, longest: int, batch: int, c
 
 
 def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> int:
-    """Returns the memory of the target's cache and the drafter's state, in bytes."""
+    """Returns the memory of the target's cache and the drafter's state, in bytes.
+
+    For a target with recurrent layers, the cache includes their states. What a window leaves behind in these layers is
+    large as well, and counts.
+    """
     cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
     draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
+    return held + batch * decoder.drafter.shape.nodes * state_entry_bytes(decoder.target)
+
+
+def state_entry_bytes(target: LanguageModel) -> int:
+    """Returns the bytes that a token of a window leaves behind in all recurrent layers of a target."""
+    if not isinstance(target, TransformerLM) or (delta := target.config.delta) is None:
+        return 0
+    return 4 * delta.entry_numbers * sum(map(target.config.is_recurrent, range(target.depth)))
 
 
 @functools.cache

@@ -28,7 +28,8 @@ class Stream(Iterator[Chunk]):
     """An iterator over the chunks of a running generation; `output` has the results so far.
 
     Attributes:
-        memory: memory of the largest batch's caches, in bytes.
+        memory: memory of the largest batch's caches, in bytes; with the states of recurrent layers, and what a window
+            leaves behind in these layers.
     """
 
     def __init__(

@@ -16,12 +16,14 @@ from helpers.hybrids import LM, PARAMS
 from helpers.paths import TESTS
 from helpers.tiers import with_slow
 from helpers.toys import RAGGED, decoder, extend, random_request, run, start, texts, truncate
+from jaxspec.core.records import Window
 from jaxspec.core.topology import chain
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
+from jaxspec.generation.memory import cache_bytes
 from jaxspec.kernels.library import kernels_available
 from jaxspec.models.kernels import with_kernels
 from jaxspec.testing import model_law
@@ -77,6 +79,21 @@ def test_continuous_batching_has_the_texts_of_plain_decoding():
     )
     assert [row.tokens for row in out] == [row.tokens for row in plain]
     assert out.stats.accepted > 0
+
+
+def test_memory_includes_states_and_the_entries_of_a_window():
+    each = decoder(LM, ModelDraft(LM, RAGGED))
+    cache = jax.eval_shape(lambda: (LM.init_cache(B, CAPACITY), each.drafter.init(WEIGHTS.draft, B, CAPACITY)))
+    window = Window(
+        *jax.tree.map(jnp.asarray, (np.zeros((B, 9), int), np.zeros((B, 9), int), np.ones((B, 9, 9), bool)))
+    )
+    _, entries = jax.eval_shape(LM.apply, PARAMS, window, LM.init_cache(B, CAPACITY))
+    assert each.drafter.shape.nodes == 9
+    assert cache_bytes(each, WEIGHTS, B, CAPACITY) == nbytes(cache) + nbytes(entries.recurrent)
+
+
+def nbytes(arrays) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
 @pytest.mark.mesh
