@@ -154,6 +154,19 @@ class MtpReader(EagleReader):
         return mtp_config(target, self._count_layers())
 
 
+def _mtp_settings(d: ModelConfig) -> dict[str, Any]:
+    """Returns the entries of config.json in which a model of Qwen3.5 with these layers differs from others."""
+    rope = {"rope_theta": d.rope.theta, "rope_type": "default"}
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["full_attention"] * d.num_layers,
+        "mtp_num_hidden_layers": d.num_layers,
+        "attn_output_gate": True,
+        "rope_parameters": rope | {"partial_rotary_factor": (d.rope.width or d.head_dim) / d.head_dim},
+    }
+
+
 class EagleKind(LayeredKind):
     """EAGLE heads in files."""
 
@@ -164,8 +177,10 @@ class EagleKind(LayeredKind):
         return MtpReader if layout.in_model else EagleReader
 
     def obstacle(self, config: EagleConfig, layout: EagleLayout) -> str | None:
-        if config.pair_norms:
+        if config.pair_norms and not layout.in_model:
             return f"the layout {layout.name} has no norms before the input projection, which an MTP head has"
+        if layout.in_model:
+            return self._obstacle_in_model(config, layout)
         if config.version != layout.version:
             return (
                 f"the layout {layout.name} is for EAGLE-{layout.version} heads, but this is an EAGLE-{config.version} "
@@ -181,6 +196,19 @@ class EagleKind(LayeredKind):
             return f"the layout {layout.name} cannot hold the bias of the input projection"
         return None
 
+    def _obstacle_in_model(self, config: EagleConfig, layout: EagleLayout) -> str | None:
+        """Returns the reason why the files of a Qwen3.5 model cannot hold a head as their own; None if they can."""
+        d = config.decoder
+        if not config.pair_norms:
+            return f"the layout {layout.name} is for layers for multi-token prediction, but this is {config.summary}"
+        biases = d.qkv_bias or d.out_bias or d.mlp_bias
+        usual = d.out_gate and d.qk_norm and d.activation == "silu" and not (d.post_norms or biases)
+        if not (usual and config.norm_output) or config.own_embedding or config.fc_bias:
+            return f"the layout {layout.name} is for layers like those of Qwen3.5 with attention"
+        if d.rope.divisors or d.rope.scale != 1:
+            return f"the layout {layout.name} is written without scaled rotary positions, but this head has them"
+        return None
+
     def sizes_in(self, config: EagleConfig, layout: EagleLayout) -> EagleConfig:
         return dataclasses.replace(config, own_projection=True) if config.version == 3 else config
 
@@ -188,6 +216,8 @@ class EagleKind(LayeredKind):
         self, config: EagleConfig, layout: EagleLayout, base: str | None, depth: int | None
     ) -> dict[str, Any]:
         layer = layer_settings(config.decoder)
+        if layout.in_model:
+            return layer | _mtp_settings(config.decoder) | base_entry(base)
         if config.version == 1:
             return layer | {"architectures": ["LlamaForCausalLMEagle"], "bias": config.fc_bias} | base_entry(base)
         switches = {
@@ -251,7 +281,6 @@ EAGLE = EagleKind(
             mark=r"fc\.weight",
             prefix="mtp.",
             other_prefixes=(),
-            files=(),
             version=1,
             names=_names(_LAYERS)
             | {
@@ -261,7 +290,6 @@ EAGLE = EagleKind(
             has_ids=False,
             norm_offset=1.0,
             in_model=True,
-            exported=False,
         ),
     ),
 )

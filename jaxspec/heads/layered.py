@@ -349,6 +349,10 @@ class LayeredKind(HeadKind):
 
     def tensors(self, config: Any, params: Mapping[str, Any], layout: Any) -> dict[str, np.ndarray]:
         tensors = file_tensors(config, params, self.names(config, layout))
+        if layout.norm_offset:
+            offset = np.float32(layout.norm_offset)
+            tensors = {name: array - offset if "norm" in name else array for name, array in tensors.items()}
+        tensors = {layout.prefix + name: array for name, array in tensors.items()}
         if layout.requires_ids or config.draft_vocab_size is not None:
             tensors |= write_ids(np.asarray(params.get("tokens", np.arange(config.rows))), config.vocab_size)
         return tensors

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import jaxspec
-from helpers.families import tokens_of, write_checkpoint
+from helpers.families import random_tensor, tokens_of, write_checkpoint
 from helpers.hybrid_files import write_gguf
 from helpers.narrow import instance
 from helpers.paths import GOLDEN_DIR
@@ -23,9 +24,12 @@ from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.eagle_layouts import mtp_config
 from jaxspec.heads.files import load_heads
 from jaxspec.heads.find import find_layout
+from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.network import init_cache, make_network
+from jaxspec.heads.serving import find_obstacle, list_layouts
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.layers import look_up
+from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
 
 GOLDEN = json.loads((GOLDEN_DIR / "mtp.json").read_text())
@@ -159,6 +163,26 @@ def test_a_file_of_the_layer_alone(folder, target, tmp_path):
     for each in (heads, load_heads(tmp_path / "saved", target=target)):
         assert each.config == load_heads(folder, target=target).config
         jax.tree.map(np.testing.assert_array_equal, each.params, load_heads(folder, target=target).params)
+
+
+def test_an_exported_layer_has_the_tensors_of_the_file(folder, target, tmp_path):
+    """In the layout "mtp", which is the only one for such a layer; its norms lose the 1 again."""
+    heads = load_heads(folder, target=target)
+    jaxspec.export_heads(heads, tmp_path / "out")
+    own = {name: shape for name, shape in GOLDEN["shapes"].items() if name.startswith("mtp.")}
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: list(array.shape) for name, array in written.items()} == own
+    for name, array in written.items():
+        np.testing.assert_allclose(array, random_tensor(CASE, name, own[name]), atol=1e-6)
+    again = load_heads(tmp_path / "out", target=target)
+    assert again.config == heads.config
+    assert list_layouts(heads.config) == ["mtp"]
+    with pytest.raises(InvalidConfig, match="layout eagle1 has no norms before the input projection"):
+        jaxspec.export_heads(heads, tmp_path / "other", layout="eagle1")
+    plain = EagleConfig(dataclasses.replace(heads.config.decoder, qk_norm=False, out_gate=False, rope=Rope()), 1)
+    assert find_obstacle(plain, LAYOUTS["mtp"]) == (
+        "the layout mtp is for layers for multi-token prediction, but this is an EAGLE-1 head of 1 layer"
+    )
 
 
 def test_what_is_missing_is_named(folder, tmp_path):
