@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import DeltaSizes, ModelConfig, is_table
+from jaxspec.models.config import EXPERT_MATRICES, DeltaSizes, Experts, ModelConfig, is_table
 from jaxspec.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -140,8 +140,11 @@ class Checkpoint:
 
     @property
     def has_drafting_layer(self) -> bool:
-        """Whether the file also holds a layer for multi-token prediction; see `jaxspec.heads.eagle_layouts`."""
-        return any(DRAFTING_TENSOR.fullmatch(name) for name in self.left_out)
+        """Whether the file also holds a layer for multi-token prediction; see `jaxspec.heads.eagle_layouts`.
+
+        Such a layer with experts is not read yet.
+        """
+        return self.config.experts is None and any(DRAFTING_TENSOR.fullmatch(name) for name in self.left_out)
 
     def open_template(self) -> "ChatTemplate | None":
         """Compiles the chat template; returns None if there is none.
@@ -210,7 +213,10 @@ def parse_config(where: str, values: Mapping[str, Any]) -> ModelConfig:
     values = dict(values)
     if values.get("delta") is not None:
         values["delta"] = DeltaSizes(**values["delta"])
-    values["recurrent"] = tuple(values.get("recurrent", ()))
+    if values.get("experts") is not None:
+        values["experts"] = Experts(**values["experts"])
+    for name in ("recurrent", "sparse"):
+        values[name] = tuple(values.get(name, ()))
     for name in ("rope", "window_rope"):
         if values[name] is not None:
             values[name] = Rope(**values[name] | {"divisors": tuple(values[name]["divisors"])})
@@ -233,7 +239,7 @@ def canonical_tensors(
         where: the file, for messages.
         config: sizes and constants of the model.
         names: maps each kind of parameter ("embed", "qkv", ...), or its full name, to the names of the tensors that it
-            consists of, in order; `{}` stands for the index of the layer.
+            consists of, in order; `{}` stands for the index of the layer, and `{expert}` for the index of an expert.
         stored: the file's tensors and their shapes; matrices are `[out, in]`.
         read: reads one tensor of the file.
         shapes: the parameters; `config.param_shapes()` by default.
@@ -250,14 +256,52 @@ def canonical_tensors(
     expected: dict[str, tuple[int, ...]] = {}
     readers = {}
     for canonical, shape in (config.param_shapes() if shapes is None else shapes).items():
-        parts, kind = file_names(names, canonical)
-        out_in = not is_table(kind) and len(shape) == 2
-        expected |= zip(parts, file_shapes(config, kind, shape, len(parts)), strict=True)
-        readers[canonical] = functools.partial(_read_parts, read, parts, join or join_arrays, out_in)
+        parts = file_parts(config, names, canonical, shape)
+        expected |= parts.shapes
+        readers[canonical] = functools.partial(_read_parts, read, parts, join or join_arrays)
     check_names(where, expected, stored)
     for name, shape in expected.items():
         check_shape(where, name, stored[name], shape)
     return readers
+
+
+class FileParts(NamedTuple):
+    """The tensors of a file that a parameter consists of.
+
+    Attributes:
+        shapes: the shape of each tensor in the file, by name and in order.
+        groups: the names of the tensors that lie side by side; a group for each expert if the file has tensors of
+            single experts, otherwise one group.
+        single: whether each expert has tensors of its own.
+        transposed: whether matrices are `[out, in]` in the file.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    groups: list[list[str]]
+    single: bool
+    transposed: bool
+
+
+def file_parts(
+    config: ModelConfig, names: Mapping[str, tuple[str, ...]], canonical: str, shape: tuple[int, ...]
+) -> FileParts:
+    """Returns the file's tensors that a parameter of this shape consists of; `names` as in `canonical_tensors`."""
+    *layer, kind = canonical.split(".")
+    if kind not in EXPERT_MATRICES:
+        files, kind = file_names(names, canonical)
+        shapes = file_shapes(config, kind, shape, len(files))
+        return FileParts(dict(zip(files, shapes, strict=True)), [files], False, not is_table(kind) and len(shape) == 2)
+    templates = names.get(canonical) or names[kind]
+    count, inputs, outputs = shape
+    single = "{expert}" in templates[0]
+    groups = [
+        [template.format(*layer[1:], expert=expert) for template in templates]
+        for expert in range(count if single else 1)
+    ]
+    widths = (outputs,) if len(templates) == 1 else config.projections(kind)
+    lead = () if single else (count,)
+    shapes = {name: (*lead, width, inputs) for group in groups for name, width in zip(group, widths, strict=True)}
+    return FileParts(shapes, groups, single, True)
 
 
 def file_names(names: Mapping[str, tuple[str, ...]], canonical: str) -> tuple[list[str], str]:
@@ -301,9 +345,11 @@ def file_shapes(config: ModelConfig, kind: str, shape: tuple[int, ...], parts: i
 
 def join_arrays(arrays: list[np.ndarray], transpose: bool) -> np.ndarray:
     """Concatenates matrices or vectors along their rows, and transposes the result if the model needs it."""
-    array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return np.ascontiguousarray(array.T) if transpose else array
+    rows = 1 if arrays[0].ndim == 3 else 0  # after the axis of the experts
+    array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=rows)
+    return np.ascontiguousarray(array.swapaxes(-1, -2)) if transpose else array
 
 
-def _read_parts(read: Callable[[str], Any], parts: list[str], join: Callable, transpose: bool) -> Any:
-    return join([read(part) for part in parts], transpose)
+def _read_parts(read: Callable[[str], Any], parts: FileParts, join: Callable[[list[Any], bool], Any]) -> Any:
+    joined = (join([read(name) for name in group], parts.transposed) for group in parts.groups)
+    return np.stack(list(joined)) if parts.single else next(joined)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec.checkpoints import base as common
 from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
-from jaxspec.checkpoints.hf_families import Family, read_config
+from jaxspec.checkpoints.hf_families import FUSED_EXPERTS, Family, read_config
 from jaxspec.checkpoints.hf_wrappers import check_ties, text_names, text_settings
 from jaxspec.errors import CheckpointError
 from jaxspec.models.config import ModelConfig
@@ -110,7 +110,9 @@ def _tensors(
     ignored = re.compile(r"medusa_head\..*|target_proj\..*|.*\.rotary_emb\.inv_freq", re.DOTALL)
     shapes = {key: tensor.stored.shape for key, tensor in tensors.items() if not ignored.fullmatch(key)}
     duplicated = config.tie_embeddings and shapes.pop("lm_head.weight", None)
-    readers = common.canonical_tensors(str(directory), config, family.all_names(config.recurrent), shapes, read)
+    fused = any(name.endswith(FUSED_EXPERTS) for name in shapes)
+    names = family.all_names(config, fused)
+    readers = common.canonical_tensors(str(directory), config, names, shapes, read)
     readers = readers | {"embed": lambda: _read_tied(directory, read)} if duplicated else readers
     return readers, stored, left_out
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.checkpoints.base import make_config
 from jaxspec.checkpoints.hf_rope import LAYER_TYPES, RopeReader
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import DeltaSizes, ModelConfig
+from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
 from jaxspec.models.rope import MAX_WIDTH
 
 _LAYER = "model.layers.{}."
@@ -37,6 +37,21 @@ _NAMES = {
     "decay": (_LAYER + "linear_attn.A_log",),
     "decay_bias": (_LAYER + "linear_attn.dt_bias",),
     "gate_norm": (_LAYER + "linear_attn.norm.weight",),
+    "router": (_LAYER + "mlp.gate.weight",),
+    "shared_gate_up": tuple(f"{_LAYER}mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
+    "shared_down": (_LAYER + "mlp.shared_expert.down_proj.weight",),
+    "shared_gate": (_LAYER + "mlp.shared_expert_gate.weight",),
+}
+_EXPERT = _LAYER + "mlp.experts.{expert}."
+_SINGLE_EXPERTS = {
+    "experts_gate_up": (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
+    "experts_down": (_EXPERT + "down_proj.weight",),
+}
+FUSED_EXPERTS = "mlp.experts.gate_up_proj"
+"""The end of the names of tensors that hold the gate and up projections of all experts of a layer."""
+_FUSED_EXPERTS = {
+    "experts_gate_up": (_LAYER + FUSED_EXPERTS,),
+    "experts_down": (_LAYER + "mlp.experts.down_proj",),
 }
 _RECURRENT_OUT = "linear_attn.out_proj.weight"
 RECURRENT = "linear_attention"
@@ -57,6 +72,9 @@ class Family:
         required: entries of config.json that may have only these values; the first is meant if the entry is missing.
         left_out: beginnings of the names of tensors that are left out, such as those of a drafter inside the model.
         embed_scaled: whether embeddings are multiplied by the square root of their width.
+        experts: whether layers can have mixtures of experts.
+        fused_experts: whether published files have one tensor for the matrices of all experts of a layer. Files of
+            either form are read; exported files have this form.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,15 +85,21 @@ class Family:
     embed_scaled: bool = False
     required: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    experts: bool = False
+    fused_experts: bool = False
 
-    def all_names(self, recurrent: tuple[bool, ...] = ()) -> dict[str, tuple[str, ...]]:
+    def all_names(self, config: ModelConfig | None = None, fused: bool | None = None) -> dict[str, tuple[str, ...]]:
         """Returns the file's tensors of each kind of parameter, and of single parameters by their full names.
 
         Args:
-            recurrent: `ModelConfig.recurrent`.
+            config: the model's configuration; None for a model of attention and gated MLPs.
+            fused: whether the file has one tensor for the matrices of all experts of a layer; None for the form of
+                published files.
         """
-        layers = (i for i, has_state in enumerate(recurrent) if has_state)
-        return _NAMES | dict(self.names) | {f"layers.{i}.out": (_LAYER.format(i) + _RECURRENT_OUT,) for i in layers}
+        layers = () if config is None else filter(config.is_recurrent, range(config.num_layers))
+        experts = _FUSED_EXPERTS if (self.fused_experts if fused is None else fused) else _SINGLE_EXPERTS
+        outs = {f"layers.{i}.out": (_LAYER.format(i) + _RECURRENT_OUT,) for i in layers}
+        return _NAMES | experts | dict(self.names) | outs
 
     def offset(self, tensor: str) -> float:
         """Returns the offset that is added to the weights of a file's tensor."""
@@ -103,6 +127,20 @@ FAMILIES = {
     ),
     "qwen2": Family(defaults=_QWEN, parts={"qkv_bias": True}, slides=_last_layers),
     "qwen3": Family(defaults=_QWEN | {"head_dim": 128}, parts={"qk_norm": True}, slides=_last_layers),
+    "qwen3_moe": Family(
+        defaults=_QWEN
+        | {
+            "sliding_window": None,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        parts={"qk_norm": True},
+        slides=lambda settings, layer: settings["use_sliding_window"] is True,
+        experts=True,
+    ),
     "phi3": Family(
         defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         names={"qkv": (_LAYER + "self_attn.qkv_proj.weight",), "gate_up": (_LAYER + "mlp.gate_up_proj.weight",)},
@@ -157,6 +195,21 @@ _QWEN_HYBRID = Family(
     left_out=("mtp.",),
 )
 FAMILIES["qwen3_5_text"] = _QWEN_HYBRID
+FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
+    _QWEN_HYBRID,
+    defaults=dict(_QWEN_HYBRID.defaults)
+    | {
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    required=dict(_QWEN_HYBRID.required) | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
+    experts=True,
+    fused_experts=True,
+)
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -170,7 +223,8 @@ _INTEGER_SETTINGS = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "query_pre_attn_scalar", "sliding_window", "sliding_window_pattern",
     "max_window_layers", "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
 }  # fmt: skip
 """Settings that are whole numbers. Some tools write them as floats, such as 4096.0."""
 _MAX_LAYERS = 4096
@@ -217,10 +271,11 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     longest = whole("max_position_embeddings", 2048)
     window, windowed = _windows(where, entries, family, layers)
     reader = RopeReader(where, entries, head_dim, longest, context)
+    experts = _experts(where, entries, layers, whole, flag) if family.experts else {}
     values: dict[str, Any] = {
         "vocab_size": whole("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": whole("intermediate_size"),
+        "intermediate_size": whole("intermediate_size", _active_width(experts.get("experts"))),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": whole("num_key_value_heads", heads),
@@ -235,7 +290,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         "out_bias": flag("attention_bias"),
         "mlp_bias": flag("mlp_bias"),
     }
-    values |= _recurrent(where, entries, layers, whole)
+    values |= _recurrent(where, entries, layers, whole) | experts
     if window and "rope_local_base_freq" in entries:
         values["window_rope"] = reader.read("sliding_attention")
     if family.embed_scaled:
@@ -276,6 +331,39 @@ def _recurrent(where: str, entries: Mapping, layers: int, whole: Callable[[str],
         return {"recurrent": found, "delta": DeltaSizes(**sizes)}
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None
+
+
+DEFAULT_EXPERTS = {"qwen3_moe": 128, "qwen3_5_moe_text": 256}
+"""The number of experts that transformers assumes if config.json does not say it."""
+
+
+def _experts(
+    where: str, entries: Mapping, layers: int, whole: Callable[..., int], flag: Callable[[str], bool]
+) -> dict[str, Any]:
+    """Returns `experts` and `sparse` of the config; `whole` and `flag` read a whole number and a boolean."""
+    names = [name for name in ("num_experts", "num_local_experts") if name in entries]
+    counts = {whole(name) for name in names} or {DEFAULT_EXPERTS[entries["model_type"]]}
+    if len(counts) > 1:
+        raise CheckpointError(f"{where}: num_experts is {whole(names[0])} but num_local_experts is {whole(names[1])}")
+    dense, step = entries["mlp_only_layers"], whole("decoder_sparse_step")
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise CheckpointError(f"{where}: mlp_only_layers is {dense!r:.80}, expected numbers of layers from 0")
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    if not any(sparse):
+        return {}
+    shared = whole("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in entries else None
+    try:
+        experts = Experts(
+            counts.pop(), whole("num_experts_per_tok"), whole("moe_intermediate_size"), flag("norm_topk_prob"), shared
+        )
+    except InvalidConfig as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    return {"experts": experts, "sparse": () if all(sparse) else sparse}
+
+
+def _active_width(experts: Experts | None) -> int | None:
+    """Returns the width that reads a token in a layer with experts, for files that do not name the width of an MLP."""
+    return None if experts is None else experts.per_token * experts.width + (experts.shared_width or 0)
 
 
 def _number(key: str, value: Any) -> Any:

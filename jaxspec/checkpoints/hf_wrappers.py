@@ -28,6 +28,8 @@ DEFAULT_SIZES: dict[str, dict[str, Any]] = {
     "mistral": _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8},
     "qwen2": _QWEN,
     "qwen3": _QWEN,
+    "qwen3_moe": _QWEN
+    | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4},
     "phi3": _LLAMA | {"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192},
     "gemma3_text": {
         "vocab_size": 262208,
@@ -44,6 +46,13 @@ DEFAULT_SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
+    },
+    "qwen3_5_moe_text": {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
     },
 }
 """The sizes that transformers assumes if a `text_config` omits them; published files do."""

@@ -17,7 +17,7 @@ from jaxspec.checkpoints.saved import MANIFEST
 from jaxspec.checkpoints.source import find_source
 from jaxspec.errors import CheckpointError, InvalidConfig, shown
 from jaxspec.models.columns import file_order
-from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.model import Model
 from jaxspec.models.packed import has_blocks, is_quantized, unpack_params
 from jaxspec.models.transformer import TransformerLM
@@ -92,17 +92,19 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
 
 def _tensors(config: ModelConfig, family: Family, params: Any) -> dict[str, np.ndarray]:
     """Returns the file's tensors: the inverse of `jaxspec.checkpoints.base.canonical_tensors`."""
-    tensors = {}
+    tensors, names = {}, family.all_names(config)
     for name, shape in config.param_shapes().items():
         *layer, leaf = name.split(".")
         array = np.asarray((params["layers"][int(layer[1])] if layer else params)[leaf])
-        files, kind = base.file_names(family.all_names(config.recurrent), name)
-        array = array.T if not is_table(kind) and array.ndim == 2 else array
-        offset = family.offset(files[0])
-        array = array - np.float32(offset) if offset else array
-        rows = [part[0] for part in base.file_shapes(config, kind, shape, len(files))]
-        parts = np.split(array, np.cumsum(rows)[:-1])
-        tensors |= {file: np.ascontiguousarray(part) for file, part in zip(files, parts, strict=True)}
+        parts = base.file_parts(config, names, name, shape)
+        array = array.swapaxes(-1, -2) if parts.transposed else array
+        for group, each in zip(parts.groups, array if parts.single else [array], strict=True):
+            offset = family.offset(group[0])
+            each = each - np.float32(offset) if offset else each
+            axis = 1 if each.ndim == 3 and len(group) > 1 else 0
+            rows = [parts.shapes[file][axis] for file in group]
+            pieces = np.split(each, np.cumsum(rows)[:-1], axis)
+            tensors |= {file: np.ascontiguousarray(piece) for file, piece in zip(group, pieces, strict=True)}
     return tensors
 
 

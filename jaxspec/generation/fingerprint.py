@@ -38,7 +38,7 @@ _EARLIER_NAMES = {
 }
 """Classes that were moved to another module. Results files that were begun before the move keep their descriptions."""
 LATER_FIELDS = {
-    "jaxspec.models.config.ModelConfig": ("out_gate", "delta", "recurrent"),
+    "jaxspec.models.config.ModelConfig": ("out_gate", "delta", "recurrent", "experts", "sparse"),
     "jaxspec.heads.eagle_config.EagleConfig": ("pair_norms",),
 }
 """Fields that classes got after results files and manifests of training were written. With its default, such a field

@@ -20,7 +20,17 @@ from jaxspec.models.packed import is_packed
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 
-FUSED_PARAMS = ("qkv", "gate_up", "qkv_bias", "gate_up_bias", "qkvz", "rates", "conv")
+FUSED_PARAMS = (
+    "qkv",
+    "gate_up",
+    "qkv_bias",
+    "gate_up_bias",
+    "qkvz",
+    "rates",
+    "conv",
+    "experts_gate_up",
+    "shared_gate_up",
+)
 """Parameters that hold several projections side by side, or what belongs to their outputs."""
 
 
@@ -32,16 +42,17 @@ def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> An
 
     Args:
         name: the last part of the parameter's name, in `FUSED_PARAMS`.
-        leaf: the parameter in the order of the file: an array `[..., O]`, a `Quantized` `[O, I]`, or taps `[C, 1, F]`.
+        leaf: the parameter in the order of the file: an array `[..., O]`, a `Quantized` `[..., O, I]`, or taps
+            `[C, 1, F]`.
         config: the model's configuration.
         shards: the number of parts.
     """
-    return _regroup(leaf, config.projections(name), shards, _group)
+    return _regroup(name, leaf, config, shards, _group)
 
 
 def ungroup(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:
     """Reorders the columns of a fused parameter into the order of the file: the inverse of `group_by_shard`."""
-    return _regroup(leaf, config.projections(name), shards, _ungroup)
+    return _regroup(name, leaf, config, shards, _ungroup)
 
 
 def file_order(lm: Any, params: Params) -> Params:
@@ -73,11 +84,11 @@ def gather(lm: Any, params: Params) -> tuple[Any, Params]:
     return lm.with_execution(shards=1, platform=None), whole
 
 
-def _regroup(leaf: Any, widths: tuple[int, ...], shards: int, reorder: Any) -> Any:
-    reorder = functools.partial(reorder, widths=widths, shards=shards)
-    if isinstance(leaf, Quantized) or leaf.ndim == 3:  # values [O, I] and scales [O], or taps [C, 1, F]
-        return jax.tree.map(lambda array: reorder(array.T).T, leaf)
-    return reorder(leaf)
+def _regroup(name: str, leaf: Any, config: ModelConfig, shards: int, reorder: Any) -> Any:
+    reorder = functools.partial(reorder, widths=config.projections(name), shards=shards)
+    if isinstance(leaf, Quantized):
+        return Quantized(reorder(leaf.values.swapaxes(-1, -2)).swapaxes(-1, -2), reorder(leaf.scale))
+    return reorder(leaf.T).T if name == "conv" else reorder(leaf)
 
 
 def _group(leaf: Any, widths: tuple[int, ...], shards: int) -> Any:

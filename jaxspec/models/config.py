@@ -7,8 +7,11 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.models.rope import Rope
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-FLOAT32_MATRICES = ("rates",)
-"""Small matrices that stay in float32 in every dtype, because they control how fast a state decays."""
+FLOAT32_MATRICES = ("rates", "router", "shared_gate")
+"""Small matrices that stay in float32 in every dtype, because they control how fast a state decays, or which experts a
+token has."""
+EXPERT_MATRICES = ("experts_gate_up", "experts_down")
+"""Parameters that hold a matrix for each expert, `[X, in, out]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,34 @@ class DeltaSizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Sizes of a mixture of experts in place of a gated MLP (Shazeer et al. 2017, arXiv:1701.06538).
+
+    A token is read by the experts with the highest probabilities, which a router computes; see
+    `jaxspec.models.experts`.
+
+    Attributes:
+        count: X, the number of experts of a layer.
+        per_token: k, the number of experts of a token.
+        width: I, the width of an expert, which is a gated MLP.
+        normalise: whether the weights of a token's experts are scaled to the sum 1.
+        shared_width: the width of a gated MLP that reads every token beside the experts, through a gate of its own;
+            None if there is none.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalise: bool = True
+    shared_width: int | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        if self.per_token > self.count:
+            raise InvalidConfig(f"per_token ({self.per_token}) must be at most count ({self.count})")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes and constants of one model. It is hashable, so that it can be a static argument.
 
@@ -94,6 +125,8 @@ class ModelConfig:
             query of each head in `qkv`.
         delta: the sizes of the layers with Gated DeltaNet in place of attention; None if there are no such layers.
         recurrent: for each layer, whether it has Gated DeltaNet in place of attention; empty if no layer does.
+        experts: the sizes of the mixtures of experts in place of gated MLPs; None if there are none.
+        sparse: for each layer, whether it has a mixture of experts; empty for all layers if `experts` is set.
     """
 
     vocab_size: int
@@ -121,6 +154,8 @@ class ModelConfig:
     out_gate: bool = False
     delta: DeltaSizes | None = None
     recurrent: tuple[bool, ...] = ()
+    experts: Experts | None = None
+    sparse: tuple[bool, ...] = ()
 
     def __post_init__(self):
         check_fields(self)
@@ -140,6 +175,11 @@ class ModelConfig:
                 f"recurrent must have one entry for each of the {self.num_layers} layers and needs delta, "
                 f"got {len(self.recurrent)} entries and delta {self.delta}"
             )
+        if self.sparse and (self.experts is None or len(self.sparse) != self.num_layers):
+            raise InvalidConfig(
+                f"sparse must have one entry for each of the {self.num_layers} layers and needs experts, "
+                f"got {len(self.sparse)} entries and experts {self.experts}"
+            )
         for rope in (self.rope, self.window_rope):
             if rope is not None:
                 rope.check(self.head_dim)
@@ -147,6 +187,10 @@ class ModelConfig:
     def is_recurrent(self, layer: int) -> bool:
         """Returns whether this layer has Gated DeltaNet in place of attention."""
         return bool(self.recurrent) and self.recurrent[layer]
+
+    def is_sparse(self, layer: int) -> bool:
+        """Returns whether this layer has a mixture of experts in place of a gated MLP."""
+        return self.experts is not None and (not self.sparse or self.sparse[layer])
 
     def place(self, layer: int) -> int:
         """Returns the index of this layer among the layers of its kind, with which the stores of a cache are read."""
@@ -162,19 +206,38 @@ class ModelConfig:
 
     def layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Returns the name and shape of every parameter of a layer, such as `qkv`; see `param_shapes`."""
-        e, f = self.hidden_size, self.intermediate_size
+        e = self.hidden_size
         shapes: dict[str, tuple[int, ...] | None] = {
             "attn_norm": (e,),
             **(self._delta_shapes() if self.is_recurrent(layer) else self._attention_shapes()),
             "post_attn_norm": (e,) if self.post_norms else None,
             "mlp_norm": (e,),
+            **(self._expert_shapes() if self.is_sparse(layer) else self._mlp_shapes()),
+            "post_mlp_norm": (e,) if self.post_norms else None,
+        }
+        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def _mlp_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        e, f = self.hidden_size, self.intermediate_size
+        return {
             "gate_up": (e, 2 * f),
             "gate_up_bias": (2 * f,) if self.mlp_bias else None,
             "down": (f, e),
             "down_bias": (e,) if self.mlp_bias else None,
-            "post_mlp_norm": (e,) if self.post_norms else None,
         }
-        return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def _expert_shapes(self) -> dict[str, tuple[int, ...] | None]:
+        e, x = self.hidden_size, self.experts
+        assert x is not None
+        shared = x.shared_width
+        return {
+            "router": (e, x.count),
+            "experts_gate_up": (x.count, e, 2 * x.width),
+            "experts_down": (x.count, x.width, e),
+            "shared_gate_up": None if shared is None else (e, 2 * shared),
+            "shared_down": None if shared is None else (shared, e),
+            "shared_gate": None if shared is None else (e, 1),
+        }
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...] | None]:
         e, k, heads = self.hidden_size, self.head_dim, sum(self.projections("qkv"))
@@ -210,6 +273,10 @@ class ModelConfig:
         if name.startswith("qkv"):
             queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
             return queries * (1 + self.out_gate), keys, keys
+        experts = self.experts
+        if experts is not None and name in ("experts_gate_up", "shared_gate_up"):
+            width = experts.width if name == "experts_gate_up" else experts.shared_width or 0
+            return width, width
         return self.intermediate_size, self.intermediate_size
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -218,8 +285,9 @@ class ModelConfig:
         Matrices are `[in, out]`, except `embed` and `head`, which are `[V, E]`. Query, key and value projections are
         fused into one matrix (`qkv`, in that order), and gate and up projections into another matrix (`gate_up`). In a
         layer with Gated DeltaNet, `qkvz` holds the projections to the convolution's channels and to the output gate,
-        and `rates` those to update rates and to decays. `decay` is the logarithm of minus the decay's factor. Names are
-        dotted paths into the parameter tree, such as `layers.3.qkv`.
+        and `rates` those to update rates and to decays. `decay` is the logarithm of minus the decay's factor. In a
+        layer with experts, `experts_gate_up` and `experts_down` hold a matrix for each expert. Names are dotted paths
+        into the parameter tree, such as `layers.3.qkv`.
         """
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden_size)}
         for i in range(self.num_layers):
@@ -231,8 +299,8 @@ class ModelConfig:
 
 
 def is_matrix(name: str, axes: int) -> bool:
-    """Returns whether the parameter of this name and number of axes is a weight matrix, which has the model's dtype."""
-    return axes == 2 and name not in FLOAT32_MATRICES
+    """Returns whether a parameter is a weight matrix, or one for each expert, which has the model's dtype."""
+    return name in EXPERT_MATRICES or (axes == 2 and name not in FLOAT32_MATRICES)
 
 
 def is_table(name: str) -> bool:

@@ -56,6 +56,8 @@ def resolve_exact(
         raise InvalidConfig(f"exact=True on a GPU needs weights in {' or '.join(GPU_WEIGHTS)}, got {dtype}")
     if config.recurrent:
         raise InvalidConfig("exact=True on a GPU is for networks without recurrent layers, which have no kernel there")
+    if config.experts is not None:
+        raise InvalidConfig("exact=True on a GPU is for networks without experts, which have no exact products there")
     from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
     attention_pallas.check_pallas(platform, CACHE, config.head_dim)

@@ -1,7 +1,8 @@
 """The calls of a transformer's layer: one list, which every way to run a layer implements.
 
 A layer is six calls: the projection to heads, the heads' rotation, attention, the projection out of the heads, the
-gated MLP, and the projection out of it. Norms, gates, biases and the residual stream belong to the calls beside them.
+gated MLP, and the projection out of it. A mixture of experts is one call in place of the last two. Norms, gates, biases
+and the residual stream belong to the calls beside them.
 `jaxspec.models.transformer_block.TransformerBlock` makes these calls and does not know what runs them:
 
 - `FusedCalls`: XLA's operations and, in programs for a CPU, the C++ kernels. The same traced program may be compiled
@@ -21,7 +22,9 @@ from jaxtyping import Array, Float
 from jaxspec.backend.layout import row_major
 from jaxspec.core.records import KV, Cache
 from jaxspec.models.attention import attend
+from jaxspec.models.config import Experts
 from jaxspec.models.execution import Execution
+from jaxspec.models.experts import ExpertParams, feed
 from jaxspec.models.layers import matmul, split_heads
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import Fused, Gate, Linear, Norm
@@ -84,6 +87,30 @@ class LayerCalls(Protocol):
             inner: what `attend` or `gate` returned, or rows `[B, T, J]`.
             layer: the last linear layer of the sublayer.
             norm: the norm of its outputs; None for no norm.
+            following: the norm that the next call begins with; None if no call follows.
+
+        Returns:
+            The input of the next call.
+        """
+        ...
+
+    def experts(
+        self,
+        read: Any,
+        params: ExpertParams,
+        sizes: Experts,
+        activation: str,
+        norm: Norm | None,
+        following: Norm | None,
+    ) -> Any:
+        """Norms an input, and adds the output of a mixture of experts to its residual stream.
+
+        Args:
+            read: the input.
+            params: the parameters of the layer.
+            sizes: the sizes of the layer.
+            activation: the activation of the experts.
+            norm: the norm of the outputs; None for no norm.
             following: the norm that the next call begins with; None if no call follows.
 
         Returns:
@@ -164,6 +191,17 @@ class FusedCalls:
     ) -> FusedInput:
         return FusedInput(self.leave(inner, layer, norm, read.x), following)
 
+    def experts(
+        self,
+        read: FusedInput,
+        params: ExpertParams,
+        sizes: Experts,
+        activation: str,
+        norm: Norm | None,
+        following: Norm | None,
+    ) -> FusedInput:
+        return FusedInput(self.feed_experts(read, params, sizes, activation, norm, read.x), following)
+
     def finish(self, read: FusedInput, norm: Norm) -> Float[Array, "B T E"]:
         # With the barriers, XLA compiles this norm apart from the taps, which only some drafters read.
         return lax.optimization_barrier(norm(lax.optimization_barrier(read.x)))
@@ -183,6 +221,21 @@ class FusedCalls:
         if norm is None:
             return matmul(x, layer.weight, fused=Fused(before, layer.bias, residual))
         out = norm(matmul(x, layer.weight, fused=Fused(before, layer.bias)))
+        return out if residual is None else residual + out
+
+    def feed_experts(
+        self,
+        read: FusedInput,
+        params: ExpertParams,
+        sizes: Experts,
+        activation: str,
+        norm: Norm | None,
+        residual: Float[Array, "B T E"] | None = None,
+    ) -> Float[Array, "B T E"]:
+        """Returns the output of a mixture of experts, plus the residual stream if it is given."""
+        rows = read.x if read.norm is None else read.norm(read.x)
+        out = feed(rows, params, sizes, activation, self.execution.shards)
+        out = out if norm is None else norm(out)
         return out if residual is None else residual + out
 
 

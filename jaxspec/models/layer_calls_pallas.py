@@ -16,8 +16,9 @@ from jaxspec.core.records import KV, Cache
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_pallas as products
 from jaxspec.models.attention_pallas import attend_rows, window_slots
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import Experts, ModelConfig
 from jaxspec.models.execution import Execution
+from jaxspec.models.experts import NO_EXPERTS, ExpertParams
 from jaxspec.models.packed import Matrix
 from jaxspec.models.products_pallas import PreparedRows, padded_rows
 from jaxspec.models.rows import Linear, Norm
@@ -27,6 +28,8 @@ def check_sizes(config: ModelConfig) -> None:
     """Raises InvalidConfig if there is no kernel for a call of a network of these sizes; the message says why."""
     if config.recurrent or config.out_gate:
         raise InvalidConfig("products='pallas' has no recurrent layers and no gates after attention; use 'xla'")
+    if config.experts is not None:
+        raise InvalidConfig(NO_EXPERTS)
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -136,6 +139,17 @@ class PallasCalls:
         out, _ = products.multiply_add(rows, layer.weight, None, bias=layer.bias)
         x = read.x + products.normalize(out, norm.scale, norm.epsilon)
         return self._prepared(x, following, read.batch, read.tokens)
+
+    def experts(
+        self,
+        read: PallasInput,
+        params: ExpertParams,
+        sizes: Experts,
+        activation: str,
+        norm: Norm | None,
+        following: Norm | None,
+    ) -> PallasInput:
+        raise InvalidConfig(NO_EXPERTS)
 
     def finish(self, read: PallasInput, norm: Norm) -> Float[Array, "B T E"]:
         return _tokens(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)

@@ -21,7 +21,7 @@ from jaxspec.core.records import Params
 from jaxspec.kernels import calls
 from jaxspec.models.block_kinds import BLOCK_INPUTS, UNIT_OUTPUTS
 from jaxspec.models.blocks import Blocks
-from jaxspec.models.config import is_table
+from jaxspec.models.config import EXPERT_MATRICES, is_table
 from jaxspec.models.products import product
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.rows import NO_FUSION, Fused
@@ -32,7 +32,7 @@ INT8_OFFSET = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A packed weight matrix `[O, I]`.
+    """A packed weight matrix `[O, I]`, or one for each expert, whose arrays have one more axis at the front.
 
     Attributes:
         values: float32, bfloat16 or uint8 `[O / 16, I / g, 16, g]`.
@@ -48,23 +48,25 @@ class Packed:
 
     @classmethod
     def pack(cls, matrix: Array | np.ndarray | Quantized) -> "Packed":
-        """Packs a matrix `[O, I]`. NumPy arrays stay NumPy arrays."""
+        """Packs a matrix `[O, I]`, or one for each expert `[X, O, I]`. NumPy arrays stay NumPy arrays."""
         values, scale = (matrix.values, matrix.scale) if isinstance(matrix, Quantized) else (matrix, None)
         xp = np if isinstance(values, np.ndarray) else jnp
-        outputs, inputs = values.shape
+        *lead, outputs, inputs = values.shape
         if values.dtype == jnp.int8:
             values = values.view(np.uint8) if xp is np else lax.bitcast_convert_type(values, jnp.uint8)
             values = values ^ np.uint8(INT8_OFFSET)
         group = 4 // values.dtype.itemsize
-        padding = ((0, -outputs % UNIT_OUTPUTS), (0, -inputs % (group if scale is None else BLOCK_INPUTS)))
+        padding = [(0, 0)] * len(lead)
+        padding += [(0, -outputs % UNIT_OUTPUTS), (0, -inputs % (group if scale is None else BLOCK_INPUTS))]
         values = xp.pad(values, padding, constant_values=0 if scale is None else INT8_OFFSET)
-        values = values.reshape(values.shape[0] // UNIT_OUTPUTS, UNIT_OUTPUTS, -1, group).swapaxes(1, 2)
+        values = values.reshape(*lead, values.shape[-2] // UNIT_OUTPUTS, UNIT_OUTPUTS, -1, group).swapaxes(-3, -2)
         return cls(np.ascontiguousarray(values) if xp is np else values, scale, outputs, inputs)
 
     def unpack(self) -> Any:
         """Returns the matrix `[O, I]` as an array, or a `Quantized` with int8 values."""
-        blocks, _, lanes, _ = self.values.shape
-        return self._rows(self.values.swapaxes(1, 2).reshape(blocks * lanes, -1, 1)[: self.outputs], self.scale)
+        *lead, blocks, _, lanes, _ = self.values.shape
+        values = self.values.swapaxes(-3, -2).reshape(*lead, blocks * lanes, -1, 1)
+        return self._rows(values[..., : self.outputs, :, :], self.scale)
 
     def _rows(self, values: Any, scale: Any) -> Any:
         """Returns rows that were read as `[*, I / g, g]`."""
@@ -111,7 +113,7 @@ def pack_param(name: str, leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, Quantized) or (leaf.ndim == 2 and is_table(name)):
         return Packed.pack(leaf)
-    return Packed.pack(leaf.T) if leaf.ndim == 2 else leaf
+    return Packed.pack(leaf.swapaxes(-1, -2)) if leaf.ndim == 2 or name in EXPERT_MATRICES else leaf
 
 
 def unpack_param(name: str, leaf: Any) -> Any:
@@ -119,7 +121,7 @@ def unpack_param(name: str, leaf: Any) -> Any:
     if not is_packed(leaf):
         return leaf
     unpacked = leaf.unpack()
-    return unpacked if isinstance(unpacked, Quantized) or is_table(name) else unpacked.T
+    return unpacked if isinstance(unpacked, Quantized) or is_table(name) else unpacked.swapaxes(-1, -2)
 
 
 def pack_params(params: Params) -> Params:

@@ -27,7 +27,7 @@ TILE_ROWS = 32  # rows of int8 in a tile of a TPU's memory
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An int8 weight matrix `[O, I]`, one row per output channel.
+    """An int8 weight matrix `[O, I]`, one row per output channel; or one for each expert, `[X, O, I]`.
 
     Attributes:
         values: int8 `[O, I]`, from -127 to 127.
@@ -39,11 +39,11 @@ class Quantized:
 
     @classmethod
     def quantize(cls, matrix: Array | np.ndarray, transposed: bool = False) -> "Quantized":
-        """Quantizes a float matrix `[I, O]`, or `[O, I]` if `transposed`. NumPy arrays stay NumPy arrays."""
+        """Quantizes float matrices `[..., I, O]`, or `[..., O, I]` if `transposed`. NumPy arrays stay NumPy arrays."""
         xp = np if isinstance(matrix, np.ndarray) else jnp
-        rows = xp.asarray(matrix if transposed else matrix.T, xp.float32)
-        scale = abs(rows).max(axis=1) * xp.float32(1 / 127)
-        values = xp.rint(rows / xp.where(scale > 0, scale, xp.float32(1))[:, None])
+        rows = xp.asarray(matrix if transposed else matrix.swapaxes(-1, -2), xp.float32)
+        scale = abs(rows).max(axis=-1) * xp.float32(1 / 127)
+        values = xp.rint(rows / xp.where(scale > 0, scale, xp.float32(1))[..., None])
         return cls(values.astype(xp.int8), scale)
 
     @property

@@ -27,7 +27,7 @@ from jaxspec.models.transformer import TransformerLM
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
-_ROW_SPLIT = ("out", "down", "embed", "head")
+_ROW_SPLIT = ("out", "down", "shared_down", "embed", "head")
 
 
 def shard(model: "Model", mesh: Mesh) -> "Model":
@@ -111,7 +111,12 @@ def check_attention(attention: str, mesh: Mesh | None) -> None:
 def check_divisible(config: ModelConfig, mesh: Mesh, name: str) -> None:
     """Raises InvalidConfig unless the axis "model" divides the heads and MLP units of each layer."""
     size = mesh.shape[MODEL]
-    sizes = {"heads": config.num_heads, "key heads": config.num_kv_heads, "units": config.intermediate_size}
+    sizes = {"heads": config.num_heads, "key heads": config.num_kv_heads}
+    if not all(map(config.is_sparse, range(config.num_layers))):
+        sizes["units"] = config.intermediate_size
+    if (experts := config.experts) is not None:
+        sizes["units of an expert"] = experts.width
+        sizes["units of the shared expert"] = experts.shared_width or 0
     if (delta := config.delta) is not None:
         # The value heads of a device must read its own key heads.
         sizes["recurrent key heads"] = 1 if delta.tiled and delta.value_heads > delta.key_heads else delta.key_heads
@@ -151,9 +156,14 @@ def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:
 
     if isinstance(leaf, Quantized):
         outputs = name in FUSED_PARAMS or is_table(name)
-        return jax.tree.map(lambda array: split(array, 0 if outputs else 1 if array.ndim > 1 else None), leaf)
+        lead = leaf.scale.ndim - 1  # an axis of experts
+        return jax.tree.map(
+            lambda array: split(array, lead if outputs else lead + 1 if array.ndim > lead + 1 else None), leaf
+        )
     if name == "conv":
         return split(leaf, 0)
+    if name == "experts_down":
+        return split(leaf, 1)
     return split(leaf, leaf.ndim - 1 if name in FUSED_PARAMS else 0 if name in _ROW_SPLIT else None)
 
 

@@ -26,6 +26,7 @@ from jaxspec.models import delta
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta import DeltaStore
 from jaxspec.models.execution import Execution
+from jaxspec.models.experts import NO_EXPERTS
 from jaxspec.models.layer_calls import calls_of
 from jaxspec.models.layers import look_up, rotation
 from jaxspec.models.packed import Matrix
@@ -172,6 +173,8 @@ class TransformerLM:
         check_taps(self.taps, self.depth)
         if self.execution.products == "pallas" and (self.config.recurrent or self.config.out_gate):
             raise InvalidConfig("products='pallas' has no recurrent layers and no gates after attention; use 'xla'")
+        if self.execution.products == "pallas" and self.config.experts is not None:
+            raise InvalidConfig(NO_EXPERTS)
 
     @property
     def vocab(self) -> int:

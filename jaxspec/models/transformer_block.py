@@ -1,4 +1,4 @@
-"""A block of a decoder-only transformer of the Llama family: attention or Gated DeltaNet, and a gated MLP."""
+"""A block of a decoder-only transformer of the Llama family: a mixer, and a gated MLP or a mixture of experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,17 +14,19 @@ from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Window
 from jaxspec.models import delta
 from jaxspec.models.attention import sliding_window_mask
-from jaxspec.models.config import FLOAT32_MATRICES, ModelConfig
+from jaxspec.models.config import FLOAT32_MATRICES, Experts, ModelConfig
 from jaxspec.models.delta import DeltaEntries, DeltaParams
 from jaxspec.models.execution import Execution
+from jaxspec.models.experts import ExpertParams
 from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of, side_by_side
 from jaxspec.models.rows import Linear, Norm
 
 
 class TransformerBlock(nnx.Module):
-    """A pre-norm transformer block: a mixer and a gated MLP, each with a residual connection.
+    """A pre-norm transformer block: a mixer and a feed-forward layer, each with a residual connection.
 
-    The mixer is attention or Gated DeltaNet. It reads the tokens before a token, and is all that reads a cache.
+    The feed-forward layer is a gated MLP or a mixture of experts. The mixer is attention or Gated DeltaNet. It reads
+    the tokens before a token, and is all that reads a cache.
     Activations are float32 between matmuls. Matrices have the model's dtype; norms and biases are float32.
     """
 
@@ -41,7 +43,7 @@ class TransformerBlock(nnx.Module):
         def matrix(name: str) -> nnx.Param | None:
             if name not in shapes:
                 return None
-            init = nnx.initializers.normal(shapes[name][0] ** -0.5)
+            init = nnx.initializers.normal(shapes[name][-2] ** -0.5)
             own = jnp.float32 if name in FLOAT32_MATRICES else dtype
             return nnx.Param(init(rngs.params(), shapes[name], jnp.float32).astype(own))
 
@@ -66,6 +68,10 @@ class TransformerBlock(nnx.Module):
         self.qkvz, self.rates = matrix("qkvz"), matrix("rates")
         self.decay, self.decay_bias = vector("decay", 0), vector("decay_bias", 0)
         self.gate_norm, self.conv = vector("gate_norm", 1), taps()
+        self.router = matrix("router")
+        self.experts_gate_up, self.experts_down = matrix("experts_gate_up"), matrix("experts_down")
+        self.shared_gate_up, self.shared_down = matrix("shared_gate_up"), matrix("shared_down")
+        self.shared_gate = matrix("shared_gate")
 
     def __call__(
         self,
@@ -96,10 +102,22 @@ class TransformerBlock(nnx.Module):
             mixed, new = self._mix_recurrently(calls, read, layer, window, cache, past)
         else:
             mixed, new = self._mix(calls, read, layer, rotation, window, cache, past)
-        out, down = Linear.of(self.out, self.out_bias), Linear.of(self.down, self.down_bias)
+        out, after = Linear.of(self.out, self.out_bias), self.norm_of(self.post_mlp_norm)
         read = calls.add(read, mixed, out, self.norm_of(self.post_attn_norm), self.norm_of(self.mlp_norm))
+        if (experts := self._experts()) is not None:
+            return calls.experts(read, *experts, self.config.activation, after, following), new
+        down = Linear.of(self.down, self.down_bias)
         gated = calls.gate(read, Linear.of(self.gate_up, self.gate_up_bias), self.config.activation)
-        return calls.add(read, gated, down, self.norm_of(self.post_mlp_norm), following), new
+        return calls.add(read, gated, down, after, following), new
+
+    def _experts(self) -> tuple[ExpertParams, Experts] | None:
+        """Returns the parameters and the sizes of the mixture of experts; None if there is none."""
+        if self.router is None:
+            return None
+        names = "router", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down", "shared_gate"
+        params = (getattr(self, name) for name in names)
+        assert self.config.experts is not None
+        return ExpertParams(*(None if param is None else param[...] for param in params)), self.config.experts
 
     def _mix(
         self,
@@ -183,11 +201,11 @@ class TransformerBlock(nnx.Module):
         return self._leave(rows if gate is None else _gated(rows, gate))
 
     def mlp(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns the residual stream after the MLP."""
+        """Returns the residual stream after the feed-forward layer."""
         return self._feed(FusedInput(x, self.norm_of(self.mlp_norm)), x)
 
     def feed(self, read: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Returns the output of the MLP."""
+        """Returns the output of the feed-forward layer."""
         return self._feed(FusedInput(read, None), None)
 
     @property
@@ -198,6 +216,9 @@ class TransformerBlock(nnx.Module):
         return self._fused.leave(mixed, Linear.of(self.out, self.out_bias), self.norm_of(self.post_attn_norm))
 
     def _feed(self, read: FusedInput, residual: Float[Array, "B T E"] | None) -> Float[Array, "B T E"]:
+        if (experts := self._experts()) is not None:
+            after = self.norm_of(self.post_mlp_norm)
+            return self._fused.feed_experts(read, *experts, self.config.activation, after, residual)
         gated = self._fused.gate(read, Linear.of(self.gate_up, self.gate_up_bias), self.config.activation)
         down = Linear.of(self.down, self.down_bias)
         return self._fused.leave(gated, down, self.norm_of(self.post_mlp_norm), residual)

@@ -70,6 +70,7 @@ _HYBRID = {
     },
 }
 
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 CASES: dict[str, dict] = {
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
     "llama-mha-biases": {
@@ -143,6 +144,18 @@ CASES: dict[str, dict] = {
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "num_hidden_layers": 3,
     },
+    "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 16, "norm_topk_prob": True} | _EXPERTS,
+    "qwen3-moe-dense-layers": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [3],
+        "decoder_sparse_step": 2,
+        "tie_word_embeddings": True,
+    }
+    | _EXPERTS,
+    "qwen3.5-moe": _HYBRID
+    | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 24, "intermediate_size": None}
+    | _EXPERTS,
 }
 
 

@@ -51,7 +51,7 @@ def test_whole_numbers_may_be_written_as_floats(case):
     settings = dict(FAMILIES[GOLDEN[case]["settings"]["model_type"]].defaults) | GOLDEN[case]["settings"]
     numbers = {name: float(value) for name, value in settings.items() if type(value) is int}
     numbers = {name: value for name, value in numbers.items() if not name.endswith("_token_id")}
-    assert numbers.keys() >= WHOLE
+    assert numbers.keys() >= {name for name in WHOLE if settings.get(name, 0) is not None}
     expected = read_config("config.json", settings)
     assert read_config("config.json", settings | numbers) == expected
     for name, value in numbers.items():

@@ -53,7 +53,7 @@ def text_tensors(settings: dict) -> dict[str, np.ndarray]:
     config, family = read_config("config.json", settings)
     found = {}
     for name, shape in config.param_shapes().items():
-        files, kind = file_names(family.all_names(config.recurrent), name)
+        files, kind = file_names(family.all_names(config), name)
         for file, size in zip(files, file_shapes(config, kind, shape, len(files)), strict=True):
             rng = np.random.default_rng(zlib.crc32(file.encode()))
             found[file] = rng.normal(0, 0.1, size).astype(np.float32)

@@ -13,7 +13,7 @@ from helpers.trainees import train
 from jaxspec.errors import TrainingError
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import init_params
-from jaxspec.models.config import DeltaSizes, ModelConfig
+from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
 from jaxspec.models.execution import Execution
 from jaxspec.models.rope import Rope
 from jaxspec.models.transformer import TransformerLM
@@ -46,7 +46,13 @@ ANOTHER: dict[str, Any] = {
 
 
 RECURRENT = {"delta": DeltaSizes(1, 1, 8, 8), "recurrent": (True, False)}
-TOGETHER: dict[str, dict[str, Any]] = {"delta": RECURRENT, "recurrent": RECURRENT | {"recurrent": (False, True)}}
+SPARSE = {"experts": Experts(4, 2, 8), "sparse": (True, False)}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "delta": RECURRENT,
+    "recurrent": RECURRENT | {"recurrent": (False, True)},
+    "experts": SPARSE,
+    "sparse": SPARSE | {"sparse": (False, True)},
+}
 """Other values of fields that need one another."""
 
 

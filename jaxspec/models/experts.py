@@ -1,0 +1,218 @@
+"""A mixture of experts in place of a gated MLP (Shazeer et al. 2017, arXiv:1701.06538).
+
+A router computes a probability for each expert, and the experts with the highest probabilities read the token. Each
+expert is a gated MLP. A token's output is the sum of the outputs of its experts times their weights, always in
+ascending order of the experts' indices: it does not depend on the order of the probabilities, which may be nearly
+equal. Some networks add a shared expert that reads every token.
+
+There are two forms of the same sum:
+
+- `_with_loop`: a loop over the experts that any token of the call has. Each is read once, and multiplied by all rows.
+- `_grouped`: rows sorted by expert, and XLA's products of groups. It has gradients, and is faster for many rows on
+  accelerators.
+
+Letters: N rows, E the width of the residual stream, X experts, k experts of a row, I the width of an expert, S devices
+that share the layer.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.mesh import MODEL
+from jaxspec.models.config import EXPERT_MATRICES, Experts
+from jaxspec.models.layers import matmul
+from jaxspec.models.packed import is_packed, unpack_param
+from jaxspec.models.quantized import Quantized
+from jaxspec.models.rows import Fused, Gate
+
+NO_EXPERTS = "products='pallas' has no mixtures of experts; use 'xla'"
+
+
+class ExpertParams(NamedTuple):
+    """A layer's parameters; see `ModelConfig.param_shapes`. The last three are None without a shared expert."""
+
+    router: Any
+    gate_up: Any
+    down: Any
+    shared_gate_up: Any = None
+    shared_down: Any = None
+    shared_gate: Any = None
+
+
+class _How(NamedTuple):
+    """The static arguments of a layer: its sizes, the activation, and the number of devices that share it."""
+
+    sizes: Experts
+    activation: str
+    shards: int
+
+
+class _Routes(NamedTuple):
+    """The experts of each row, in ascending order, and their weights."""
+
+    chosen: Int[Array, "N k"]
+    weights: Float[Array, "N k"]
+
+
+def feed(
+    rows: Float[Array, "B T E"], params: ExpertParams, sizes: Experts, activation: str, shards: int = 1
+) -> Float[Array, "B T E"]:
+    """Returns the outputs of the layer for rows that are normed already.
+
+    Args:
+        rows: the rows.
+        params: the layer's parameters.
+        sizes: the sizes of the layer.
+        activation: the activation of the experts, see `jaxspec.models.rows.Gate`.
+        shards: the number of devices that share the layer. Each has a part of every expert.
+    """
+    logits = matmul(rows, params.router)
+    how = _How(sizes, activation, shards)
+    flat = rows.reshape(-1, rows.shape[-1]), logits.reshape(-1, sizes.count)
+    out = _mix(how, *flat, params.gate_up, params.down).reshape(rows.shape)
+    if params.shared_gate is None:
+        return out
+    both = matmul(rows, params.shared_gate_up)
+    shared = matmul(both, params.shared_down, fused=Fused(Gate(activation, shards)))
+    gate = matmul(rows, params.shared_gate)
+    # With the barriers, XLA compiles this operation alone, and its bits do not depend on what surrounds it.
+    return out + lax.optimization_barrier(shared * jax.nn.sigmoid(lax.optimization_barrier(gate)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _mix(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
+    """Returns the sum of the outputs of each row's experts."""
+    return _batchable(how)(rows, logits, gate_up, down)
+
+
+@_mix.defjvp
+def _mix_jvp(how: _How, primals: tuple[Array, Array, Any, Any], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    # A loop of as many iterations as there are experts in use has no derivative in reverse.
+    rows, logits, *matrices = primals
+    if all(isinstance(matrix, jax.Array) for matrix in matrices):
+        _, tangent = jax.jvp(functools.partial(_grouped, how), primals, tangents)
+    else:  # packed and int8 weights are frozen
+        arrays = [_as_array(matrix) for matrix in matrices]
+        of_rows = functools.partial(_grouped, how)
+        _, tangent = jax.jvp(lambda rows, logits: of_rows(rows, logits, *arrays), (rows, logits), tangents[:2])
+    return _mix(how, *primals), tangent
+
+
+@functools.cache
+def _batchable(how: _How) -> Callable[..., Array]:
+    """Returns the function of all arguments that are arrays, in which rows of a mapped axis are rows like others."""
+    mix = jax.custom_batching.custom_vmap(functools.partial(_choose_form, how))
+
+    @mix.def_vmap
+    def _(size: int, mapped: Sequence[Any], *arrays: Any) -> tuple[Array, bool]:
+        if any(jax.tree.leaves(mapped[2:])):  # several models at once
+            axes = jax.tree.map(lambda leaf: 0 if leaf else None, tuple(mapped))
+            return jax.vmap(functools.partial(_with_loop, how), axes)(*arrays), True
+        flat = (a if m else jnp.broadcast_to(a, (size, *a.shape)) for a, m in zip(arrays[:2], mapped[:2]))
+        out = mix(*(a.reshape(-1, a.shape[-1]) for a in flat), *arrays[2:])
+        return out.reshape(size, -1, out.shape[-1]), True
+
+    return mix
+
+
+def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any) -> Array:
+    loop = functools.partial(_with_loop, how)
+    # Beyond this number of rows, most experts are read anyway.
+    many = len(rows) * how.sizes.per_token > how.sizes.count
+    grouped = many and how.shards == 1 and isinstance(gate_up, jax.Array)
+    elsewhere = functools.partial(_grouped, how) if grouped else loop
+    return lax.platform_dependent(rows, logits, gate_up, down, cpu=loop, default=elsewhere)
+
+
+def route(sizes: Experts, logits: Float[Array, "N X"]) -> _Routes:
+    """Returns the experts of each row, and their weights."""
+    weights, chosen = lax.top_k(jax.nn.softmax(logits, -1), sizes.per_token)
+    weights = weights / weights.sum(-1, keepdims=True) if sizes.normalise else weights
+    order = jnp.argsort(chosen, -1)
+    return _Routes(*(jnp.take_along_axis(a, order, -1, mode="promise_in_bounds") for a in (chosen, weights)))
+
+
+def _with_loop(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
+    """Computes the layer by a loop over the experts that any row has."""
+    gate_up, down = (unpack_param(name, a) for name, a in zip(EXPERT_MATRICES, (gate_up, down)))
+    routes, count = route(how.sizes, logits), how.sizes.count
+    own: Bool[Array, "N k X"] = routes.chosen[..., None] == jnp.arange(count)
+    has, weights = own.any(1), jnp.where(own, routes.weights[..., None], 0).sum(1)
+    used = has.any(0)
+    order = jnp.argsort(~used)  # stable: the experts in use come first, in ascending order
+
+    def add(i: Array, total: Array) -> Array:
+        expert = order[i]
+        first, second = (_take(matrix, expert) for matrix in (gate_up, down))
+        hidden = Gate(how.activation, how.shards)(_product(rows, first))
+        out = _partial_products(hidden, second, how.shards)
+        mine, weight = (lax.dynamic_index_in_dim(a, expert, 1)[..., None] for a in (has, weights))
+        # Not a product with 0: an expert may overflow on a row that it does not belong to.
+        return total + jnp.where(mine, out * weight, 0)
+
+    total = jnp.zeros((len(rows), how.shards, rows.shape[1]), jnp.float32)
+    if how.shards > 1:  # each device sums over its own units, so that there is one sum over devices for a layer
+        total = lax.with_sharding_constraint(total, jax.P(jax.P.UNCONSTRAINED, MODEL))
+    return lax.fori_loop(0, used.sum(), add, total).sum(1)
+
+
+def _grouped(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Array, down: Array) -> Array:
+    """Computes the layer by products of groups of rows."""
+    chosen, weights = route(how.sizes, logits)
+    count, each = chosen.shape
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=how.sizes.count).astype(jnp.int32)
+
+    def product(x: Array, matrices: Array) -> Array:
+        precision = lax.Precision.HIGHEST if matrices.dtype == jnp.float32 else None
+        x = x.astype(matrices.dtype)
+        return lax.ragged_dot(x, matrices, sizes, precision=precision, preferred_element_type=jnp.float32)
+
+    hidden = Gate(how.activation, how.shards)(product(rows[order // each], gate_up))
+    out = product(hidden, down)[jnp.argsort(order)].reshape(count, each, -1)
+    return (out * weights[..., None]).sum(1)
+
+
+def _product(rows: Float[Array, "N J"], matrix: Any) -> Float[Array, "N O"]:
+    return matmul(rows[None], matrix)[0]
+
+
+def _partial_products(hidden: Float[Array, "N I"], matrix: Any, shards: int) -> Float[Array, "N S O"]:
+    """Returns the products of each device's part of the rows with its part of the matrix."""
+    if shards == 1:
+        return _product(hidden, matrix)[:, None]
+    hidden = hidden.reshape(len(hidden), shards, -1)
+    if isinstance(matrix, Quantized):
+        parts = matrix.values.reshape(len(matrix.scale), shards, -1)
+        return jnp.einsum("nsi,osi->nso", hidden, parts.astype(jnp.float32), precision="highest") * matrix.scale
+    parts = matrix.reshape(shards, -1, matrix.shape[-1])
+    precision = "highest" if matrix.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "nsi,sio->nso",
+        hidden.astype(matrix.dtype),
+        parts,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _take(matrices: Any, expert: Array) -> Any:
+    """Returns the matrix of an expert.
+
+    With the barrier, XLA:CPU converts a bfloat16 matrix in the iteration that reads it, and not all of them before.
+    """
+    one = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, expert, 0, keepdims=False), matrices)
+    return lax.optimization_barrier(one)
+
+
+def _as_array(matrices: Any) -> Float[Array, "X I O"]:
+    """Returns matrices as an array, `[in, out]` for each expert."""
+    if isinstance(matrices, Quantized) or is_packed(matrices):
+        return matrices.astype(jnp.float32).swapaxes(1, 2)
+    return matrices

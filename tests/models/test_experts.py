@@ -1,0 +1,173 @@
+"""Tests mixtures of experts: their forms against a plain sum, broken rows, gradients, vmap, and what is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.moe import CONFIG, LM
+from jaxspec.errors import InvalidConfig
+from jaxspec.models import experts
+from jaxspec.models.config import Experts, ModelConfig
+from jaxspec.models.exact import resolve_exact
+from jaxspec.models.execution import Execution
+from jaxspec.models.experts import ExpertParams, feed
+from jaxspec.models.packed import pack_params, unpack_params
+from jaxspec.models.quantized import quantize
+
+SIZES = Experts(7, 3, 20, shared_width=12)
+WIDTH = 24
+
+
+def random_params(seed: int, sizes: Experts = SIZES) -> dict:
+    shapes = dataclasses.replace(CONFIG, hidden_size=WIDTH, experts=sizes, sparse=()).layer_shapes(0)
+    rng = np.random.default_rng(seed)
+    return {
+        name: jax.device_put((rng.normal(size=shape) * shape[-2] ** -0.5).astype(np.float32))
+        for name, shape in shapes.items()
+        if name in ("router", "experts_gate_up", "experts_down") or name.startswith("shared")
+    }
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def run(params: dict, rows, sizes: Experts = SIZES):
+    order = "router", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down", "shared_gate"
+    return feed(rows, ExpertParams(*(params.get(name) for name in order)), sizes, "silu")
+
+
+def reference(params: dict, rows, sizes: Experts = SIZES) -> np.ndarray:
+    """The sum over the experts of each row, one after the other, in float64."""
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+
+    def mlp(x, both, down):
+        gate, up = np.split(x @ both, 2)
+        return gate / (1 + np.exp(-gate)) * up @ down
+
+    out = np.zeros(rows.shape)
+    for place in np.ndindex(*rows.shape[:2]):
+        x = np.asarray(rows[place], np.float64)
+        scores = np.exp(x @ p["router"])
+        scores /= scores.sum()
+        chosen = np.argsort(-scores)[: sizes.per_token]
+        weights = scores[chosen] / (scores[chosen].sum() if sizes.normalise else 1)
+        for expert, weight in zip(chosen, weights):
+            out[place] += weight * mlp(x, p["experts_gate_up"][expert], p["experts_down"][expert])
+        if sizes.shared_width:
+            gate = 1 / (1 + np.exp(-x @ p["shared_gate"]))
+            out[place] += gate * mlp(x, p["shared_gate_up"], p["shared_down"])
+    return out
+
+
+def rows_of(seed: int, batch: int, tokens: int):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, tokens, WIDTH)), jnp.float32)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, Experts(7, 3, 20, normalise=False), Experts(2, 2, 4)])
+def test_the_sum_is_that_of_each_rows_experts(sizes):
+    params = random_params(0, sizes)
+    for batch, tokens in ((1, 1), (2, 5)):
+        rows = rows_of(1, batch, tokens)
+        np.testing.assert_allclose(run(params, rows, sizes), reference(params, rows, sizes), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_packed_and_rounded_matrices(dtype):
+    """Every matrix has the model's dtype, except the router's and the shared expert's gate."""
+    params, rows = random_params(2), rows_of(3, 2, 4)
+    if dtype == "int8":
+        params = quantize(params)
+    else:
+        small = ("router", "shared_gate")
+        params = {name: value if name in small else value.astype(dtype) for name, value in params.items()}
+    assert params["router"].dtype == params["shared_gate"].dtype == jnp.float32
+    exact = {
+        name: value if isinstance(value, jax.Array) else value.astype(jnp.float32).swapaxes(-1, -2)
+        for name, value in params.items()
+    }
+    tolerance = 1e-5 if dtype == "float32" else 0.03
+    np.testing.assert_allclose(run(params, rows), reference(exact, rows), atol=tolerance)
+    packed = pack_params(params)
+    jax.tree.map(np.testing.assert_array_equal, unpack_params(packed), params)
+    np.testing.assert_allclose(run(packed, rows), reference(exact, rows), atol=max(tolerance, 1e-5))
+
+
+def test_broken_rows_and_experts_that_overflow_harm_no_other_row():
+    params, rows = random_params(4), rows_of(5, 1, 6)
+    good, chosen = run(params, rows), np.asarray(experts.route(SIZES, rows[0] @ params["router"]).chosen)
+    np.testing.assert_array_equal(
+        run(params, rows.at[0, 2, 3].set(jnp.nan))[0, [0, 1, 3, 4, 5]], good[0, [0, 1, 3, 4, 5]]
+    )
+    assert np.isnan(run(params, rows.at[0, 2, 3].set(jnp.nan))[0, 2]).all()
+    expert = chosen[0, 0]
+    huge = params | {"experts_down": params["experts_down"].at[expert].set(3e38)}
+    mine = (chosen == expert).any(1)
+    out = np.asarray(run(huge, 100 * rows))
+    assert mine.any()
+    assert not mine.all()
+    assert np.isfinite(out[0, ~mine]).all()
+    assert not np.isfinite(out[0, mine]).all()
+
+
+def test_gradients_are_those_of_the_plain_sum():
+    """Of the rows, the router and every expert, by finite differences in one random direction."""
+    params, rows = random_params(6), rows_of(7, 1, 5)
+    both = params, rows
+
+    def loss(params, rows):
+        return (run(params, rows) ** 2).sum()
+
+    slope = jax.jit(jax.grad(loss, argnums=(0, 1)))(*both)
+    rng = np.random.default_rng(8)
+    step = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float64), both)
+    ends = [
+        (reference(*jax.tree.map(lambda a, d, e=e: np.asarray(a, np.float64) + e * d, both, step)) ** 2).sum()
+        for e in (1e-5, -1e-5)
+    ]
+    found = sum(jax.tree.leaves(jax.tree.map(lambda a, d: float((np.asarray(a) * d).sum()), slope, step)))
+    assert found == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-3)
+    packed = pack_params(params)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss, argnums=1))(packed, rows), slope[1], rtol=1e-3, atol=1e-3)
+
+
+def test_vmap_over_rows_and_over_models():
+    params, rows = random_params(9), rows_of(10, 3, 4)
+    mapped = jax.vmap(lambda rows: run(params, rows[None])[0])(rows)
+    np.testing.assert_allclose(mapped, run(params, rows), atol=1e-5)
+    both = jax.tree.map(lambda a: jnp.stack([a, -a]), params)
+    for one, sign in zip(jax.vmap(run, (0, None))(both, rows), (1, -1)):
+        np.testing.assert_allclose(one, run(jax.tree.map(lambda a, s=sign: s * a, params), rows), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"experts": Experts(2, 1, 4), "sparse": (True,)}, "sparse must have one entry for each of the 3 layers"),
+        ({"experts": None, "sparse": (True, True, True)}, "needs experts, got 3 entries and experts None"),
+    ],
+)
+def test_configs_without_sense_are_refused(changes, said):
+    with pytest.raises(InvalidConfig, match=said):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_a_token_has_at_most_all_experts():
+    with pytest.raises(InvalidConfig, match=r"per_token \(3\) must be at most count \(2\)"):
+        Experts(2, 3, 4)
+
+
+def test_products_in_pallas_and_exact_bits_on_a_gpu_are_refused():
+    with pytest.raises(InvalidConfig, match="products='pallas' has no mixtures of experts"):
+        LM.with_execution(attention="pallas", products="pallas")
+    with pytest.raises(InvalidConfig, match="exact=True on a GPU is for networks without experts"):
+        resolve_exact(Execution(), True, "bfloat16", CONFIG, "gpu")
+
+
+def test_layers_are_dense_or_sparse_as_the_config_says():
+    shapes = [CONFIG.layer_shapes(i) for i in range(3)]
+    assert ["router" in layer for layer in shapes] == [True, False, True]
+    assert ["gate_up" in layer for layer in shapes] == [False, True, False]
+    all_sparse: ModelConfig = dataclasses.replace(CONFIG, sparse=())
+    assert all("experts_down" in all_sparse.layer_shapes(i) for i in range(3))
