@@ -73,9 +73,10 @@ def load(
         attention: "xla" for XLA's own operations, or "pallas" for one kernel per layer on one TPU or GPU. On an H200
             the kernel was slower for one row and faster for 16 rows; see docs/gpu.md.
         exact: True to require that the bits of a text do not depend on the drafter, its tree or the batch, or to refuse
-            the model. On a CPU this requires the CPU kernels. On a GPU, attention and products then run in Pallas, or
-            products by XLA in one fixed order if a size of the network has no Pallas kernel; the model's `repr` says
-            which. Neither form has been measured on a GPU yet, see docs/gpu.md. None to use the fastest form.
+            the model. On a CPU this requires the CPU kernels. On a GPU or TPU, attention and products then run in
+            Pallas; on a GPU, products run by XLA in one fixed order if a size of the network has no Pallas kernel. The
+            model's `repr` says which. No form has been measured on a GPU or TPU yet, see docs/gpu.md and docs/tpu.md.
+            None to use the fastest form.
         report: called with a line of text on each step of a download, if `exact` leaves products to XLA, and if parts
             of the file are left out, such as encoders of images; None for a warning about such parts.
         progress: called with (parameters read, total parameters, name of the parameter).

@@ -265,7 +265,8 @@ def add_models(parser: Parser) -> Callable:
     add(
         "--exact",
         action="store_true",
-        help="refuse a target whose bits may depend on the drafter or the batch; on a GPU, choose products that do not",
+        help="refuse a target whose bits may depend on the drafter or the batch; on a GPU or TPU, choose products that "
+        "do not",
     )
     return add
 

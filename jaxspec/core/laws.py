@@ -79,17 +79,17 @@ def log_prob(
 def total(values: Float[Array, "*b V"]) -> Float[Array, "*b"]:
     """Sums over the last axis.
 
-    On CPUs and GPUs it adds the two halves of the axis repeatedly, because the order in which XLA sums there depends on
-    the shape and on the program. On a GPU a barrier follows every `_HALVINGS` additions: each thread of a kernel adds
-    64 values, and without the barriers one thread would add all of them.
+    It adds the two halves of the axis repeatedly, because the order in which XLA sums depends on the shape and on the
+    program. Except on CPUs, a barrier follows every `_HALVINGS` additions: each thread of a kernel on a GPU adds 64
+    values, and without the barriers one thread would add all of them.
     """
 
-    on_cpu, on_gpu = (functools.partial(_add_halves, barriers=barriers) for barriers in (False, True))
-    return lax.platform_dependent(values, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=lambda values: values.sum(-1))
+    on_cpu, elsewhere = (functools.partial(_add_halves, barriers=barriers) for barriers in (False, True))
+    return lax.platform_dependent(values, cpu=on_cpu, default=elsewhere)
 
 
 def _add_halves(values: Float[Array, "*b V"], barriers: bool) -> Float[Array, "*b"]:
-    """Computes `total` for a CPU, or with barriers for a GPU; the bits are the same."""
+    """Computes `total` for a CPU, or with barriers for another platform; the bits are the same."""
     halvings = 0
     while (size := values.shape[-1]) > 1:
         rest = jnp.zeros((*values.shape[:-1], size % 2), values.dtype)

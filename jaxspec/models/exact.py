@@ -9,10 +9,10 @@ from jaxspec.core.checks import flag
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels.library import describe_kernels
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.execution import Execution
+from jaxspec.models.execution import PALLAS_PLATFORMS, Execution
 
-GPU_WEIGHTS = ("bfloat16", "int8")
-"""Types of weights whose products are one chain of sums on a GPU."""
+WEIGHTS = ("bfloat16", "int8")
+"""Types of weights whose products are one chain of sums on these platforms."""
 CACHE = "bfloat16"
 """The type of the caches of models with such weights."""
 
@@ -27,9 +27,10 @@ def resolve_exact(
 ) -> Execution:
     """Returns how a network runs with the argument `exact` of `load`.
 
-    On a CPU, the kernels are exact. On a GPU, attention runs in Pallas. The products of a layer also run in Pallas if
-    there are kernels for the network's sizes (`find_gap`). Otherwise they are products of XLA with compiler options of
-    their own (`jaxspec.backend.exact_products`). The choice is the field `products` of the result.
+    On a CPU, the kernels are exact. On a TPU, attention and the products of a layer run in Pallas. On a GPU, attention
+    runs in Pallas, and the products do so if there are kernels for the network's sizes (`find_gap`). Otherwise they are
+    products of XLA with compiler options of their own (`jaxspec.backend.exact_products`). The choice is the field
+    `products` of the result.
 
     Args:
         execution: how the network runs without the argument.
@@ -50,18 +51,21 @@ def resolve_exact(
                 f"exact=True needs the CPU kernels on a CPU, and they are not used (kernels: {describe_kernels()})"
             )
         return dataclasses.replace(execution, exact=True)
-    if platform != "gpu":
-        raise InvalidConfig(f"exact=True is for CPUs and GPUs, the model runs on {platform!r}; leave it out")
-    if dtype not in GPU_WEIGHTS:
-        raise InvalidConfig(f"exact=True on a GPU needs weights in {' or '.join(GPU_WEIGHTS)}, got {dtype}")
+    if platform not in PALLAS_PLATFORMS:
+        raise InvalidConfig(f"exact=True is for CPUs, GPUs and TPUs, the model runs on {platform!r}; leave it out")
+    where = f"on a {platform.upper()}"
+    if dtype not in WEIGHTS:
+        raise InvalidConfig(f"exact=True {where} needs weights in {' or '.join(WEIGHTS)}, got {dtype}")
     if config.recurrent:
-        raise InvalidConfig("exact=True on a GPU is for networks without recurrent layers, which have no kernel there")
+        raise InvalidConfig(f"exact=True {where} is for networks without recurrent layers, which have no kernel there")
     if config.experts is not None:
-        raise InvalidConfig("exact=True on a GPU is for networks without experts, which have no exact products there")
+        raise InvalidConfig(f"exact=True {where} is for networks without experts, which have no exact products there")
     from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
     attention_pallas.check_pallas(platform, CACHE, config.head_dim)
-    gap = find_gap(config)
+    gap = find_gap(config, platform)
+    if gap is not None and platform == "tpu":
+        raise InvalidConfig(f"exact=True {where} runs the products in Pallas, but {gap.split(';')[0]}; leave it out")
     if gap is not None and report is not None:
         report(f"exact=True leaves the products to XLA: {gap}")
     products = "xla" if gap else "pallas"
@@ -70,12 +74,12 @@ def resolve_exact(
     return found
 
 
-def find_gap(config: ModelConfig) -> str | None:
+def find_gap(config: ModelConfig, platform: str = "gpu") -> str | None:
     """Returns why there are no products in Pallas for a network of these sizes, in one line; None if there are."""
     from jaxspec.models.layer_calls_pallas import check_sizes  # a third of a second
 
     try:
-        check_sizes(config)
+        check_sizes(config, platform)
     except InvalidConfig as error:
         return str(error)
     return None
@@ -86,6 +90,6 @@ def describe_exact(execution: Execution) -> str | None:
     if not execution.exact:
         return None
     resolved = execution.resolve()
-    if not resolved.on_gpu:
+    if resolved.platform not in PALLAS_PLATFORMS:
         return "exact"
     return "exact, products in Pallas" if resolved.products == "pallas" else "exact, products by XLA"

@@ -9,6 +9,7 @@ from jaxspec.kernels.library import kernels_available
 
 ATTENTION_KINDS = ("xla", "pallas")
 PRODUCT_KINDS = ("xla", "pallas")
+PALLAS_PLATFORMS = ("gpu", "tpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Execution:
             `jaxspec.models.attention_pallas`.
         platform: the platform of the devices, such as "cpu", "gpu" or "tpu"; None for JAX's default device. A cache
             stores bfloat16 differently on a GPU, and attention reads the cache in larger blocks there.
-        products: "xla" for XLA's own operations or the CPU kernels around attention, or "pallas" for kernels on a GPU,
-            in which the bits of a row do not depend on the other rows; see `jaxspec.models.layer_calls`. It needs
-            `attention="pallas"` or `exact`. No real GPU has run these kernels yet.
+        products: "xla" for XLA's own operations or the CPU kernels around attention, or "pallas" for kernels on a
+            GPU or TPU, in which the bits of a row do not depend on the other rows; see `jaxspec.models.layer_calls`. It
+            needs `attention="pallas"` or `exact`. No real GPU or TPU has run these kernels yet.
         exact: whether the bits of a row must not depend on how many rows and tokens a call has. `resolve` then chooses
             the forms of operations for which this holds. `jaxspec.models.exact.resolve_exact` chooses `products`, and
             refuses what the promise cannot hold for.
@@ -66,8 +67,9 @@ class Execution:
         No other code chooses exact forms by platform: a platform with a new form needs a change only here.
         """
         platform = default_platform() if self.platform is None else self.platform
-        attention = "pallas" if self.exact and platform == "gpu" else self.attention
-        products = "xla" if self.exact and platform != "gpu" else self.products
+        has_kernels = platform in PALLAS_PLATFORMS
+        attention = "pallas" if self.exact and has_kernels else self.attention
+        products = "xla" if self.exact and not has_kernels else self.products
         kernels = self.kernels and kernels_available()
         return dataclasses.replace(self, kernels=kernels, platform=platform, attention=attention, products=products)
 

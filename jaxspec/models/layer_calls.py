@@ -8,6 +8,7 @@ and the residual stream belong to the calls beside them.
 - `FusedCalls`: XLA's operations and, in programs for a CPU, the C++ kernels. The same traced program may be compiled
   for a CPU or for another platform, so both are one implementation, which XLA divides by platform.
 - `jaxspec.models.layer_calls_pallas.PallasCalls`: one Pallas kernel for each call, on a GPU.
+- `jaxspec.models.layer_calls_tpu.TpuCalls`: one Pallas kernel for each call, on a TPU.
 """
 
 import dataclasses
@@ -247,8 +248,12 @@ def side_by_side(mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T J"]:
 
 def calls_of(execution: Execution) -> LayerCalls:
     """Returns the calls that run a layer."""
+    if execution.products == "pallas" and execution.platform == "tpu":
+        from jaxspec.models.layer_calls_tpu import TpuCalls  # Pallas takes a third of a second to import
+
+        return TpuCalls(execution)
     if execution.products == "pallas":
-        from jaxspec.models.layer_calls_pallas import PallasCalls  # a third of a second
+        from jaxspec.models.layer_calls_pallas import PallasCalls
 
         return PallasCalls(execution)
     return FusedCalls(execution)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxspec.backend.layout import LANES
 from jaxspec.core.records import KV, Cache
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_pallas as products
@@ -24,7 +25,7 @@ from jaxspec.models.products_pallas import PreparedRows, padded_rows
 from jaxspec.models.rows import Linear, Norm
 
 
-def check_sizes(config: ModelConfig) -> None:
+def check_sizes(config: ModelConfig, platform: str = "gpu") -> None:
     """Raises InvalidConfig if there is no kernel for a call of a network of these sizes; the message says why."""
     if config.recurrent or config.out_gate:
         raise InvalidConfig("products='pallas' has no recurrent layers and no gates after attention; use 'xla'")
@@ -33,15 +34,18 @@ def check_sizes(config: ModelConfig) -> None:
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
         "num_heads * head_dim": config.num_heads * config.head_dim,
         "num_kv_heads * head_dim": config.num_kv_heads * config.head_dim,
     }
+    on_tpu = platform == "tpu"
+    if not on_tpu:
+        sizes["vocab_size"] = config.vocab_size
+    unit = LANES if on_tpu else products.MIN_TILE
     for name, size in sizes.items():
-        if size % products.MIN_TILE:
-            raise InvalidConfig(
-                f"products='pallas' needs a multiple of {products.MIN_TILE} for {name}, got {size}; use 'xla'"
-            )
+        if size % unit:
+            raise InvalidConfig(f"products='pallas' needs a multiple of {unit} for {name}, got {size}; use 'xla'")
+    if on_tpu:
+        return
     for rope in filter(None, (config.rope, config.window_rope)):
         products.check_rotation((config.head_dim if rope.width is None else rope.width) // 2)
 
@@ -80,10 +84,10 @@ class PallasCalls:
 
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> PallasInput:
         batch, tokens, _ = x.shape
-        return self._prepared(_rows(x), norm, batch, tokens)
+        return self._prepared(pad_rows(x), norm, batch, tokens)
 
     def residual(self, read: PallasInput) -> Float[Array, "B T E"]:
-        return _tokens(read.x, read.batch, read.tokens)
+        return split_rows(read.x, read.batch, read.tokens)
 
     def project(self, read: PallasInput, layer: Linear) -> Float[Array, "M J"]:
         rows = read.x if read.prepared is None else read.prepared
@@ -131,7 +135,7 @@ class PallasCalls:
     def add(
         self, read: PallasInput, inner: Array, layer: Linear, norm: Norm | None, following: Norm | None
     ) -> PallasInput:
-        rows = inner if inner.ndim == 2 else _rows(inner)
+        rows = inner if inner.ndim == 2 else pad_rows(inner)
         if norm is None:
             scale, epsilon = (None, 0.0) if following is None else (following.scale, following.epsilon)
             x, prepared = products.multiply_add(rows, layer.weight, read.x, scale, bias=layer.bias)
@@ -152,11 +156,11 @@ class PallasCalls:
         raise InvalidConfig(NO_EXPERTS)
 
     def finish(self, read: PallasInput, norm: Norm) -> Float[Array, "B T E"]:
-        return _tokens(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)
+        return split_rows(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)
 
     def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
         batch, tokens, _ = features.shape
-        return _tokens(products.multiply(_rows(features), table, transposed=True), batch, tokens)
+        return split_rows(products.multiply(pad_rows(features), table, transposed=True), batch, tokens)
 
     def _prepared(self, x: Float[Array, "M E"], norm: Norm | None, batch: int, tokens: int) -> PallasInput:
         if norm is None:
@@ -164,11 +168,11 @@ class PallasCalls:
         return PallasInput(x, products.prepare(x, norm.scale), batch, tokens, norm.epsilon)
 
 
-def _rows(x: Float[Array, "B T E"]) -> Float[Array, "M E"]:
+def pad_rows(x: Float[Array, "B T E"]) -> Float[Array, "M E"]:
     """Returns the tokens of all rows side by side, padded."""
     count = x.shape[0] * x.shape[1]
     return jnp.pad(x.reshape(count, -1), ((0, padded_rows(count) - count), (0, 0)))
 
 
-def _tokens(rows: Float[Array, "M E"], batch: int, tokens: int) -> Float[Array, "B T E"]:
+def split_rows(rows: Float[Array, "M E"], batch: int, tokens: int) -> Float[Array, "B T E"]:
     return rows[: batch * tokens].reshape(batch, tokens, -1)

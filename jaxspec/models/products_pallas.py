@@ -394,7 +394,7 @@ class _Product:
         segments: int = 1,
         scaled: bool = True,
     ):
-        self.values, self.scale = _stored(weight)
+        self.values, self.scale = stored_values(weight)
         self.transposed = transposed or isinstance(weight, Quantized)
         self.scale = self.scale if scaled else None
         self.squares = rows.squares if isinstance(rows, PreparedRows) else None
@@ -510,7 +510,7 @@ class _Product:
         return sums
 
 
-def _stored(weight: Array | Matrix) -> tuple[Array, Array | None]:
+def stored_values(weight: Array | Matrix) -> tuple[Array, Array | None]:
     """Returns the stored values of weights, and the scales of int8 values."""
     if isinstance(weight, Quantized):
         return weight.values, weight.scale

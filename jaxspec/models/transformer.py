@@ -25,7 +25,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.models import delta
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta import DeltaStore
-from jaxspec.models.execution import Execution
+from jaxspec.models.execution import PALLAS_PLATFORMS, Execution
 from jaxspec.models.experts import NO_EXPERTS
 from jaxspec.models.layer_calls import calls_of
 from jaxspec.models.layers import look_up, rotation
@@ -191,16 +191,16 @@ class TransformerLM:
     @property
     def compiler_options(self) -> Mapping[str, Any]:
         """XLA's options for programs that call the network; see `jaxspec.core.networks.CompiledTarget`."""
-        return exact_products.options(self.execution.products) if self._exact_on_gpu else {}
+        return exact_products.options(self.execution.products) if self._exact_in_pallas else {}
 
     @property
     def max_exact_depth(self) -> int | None:
         """The depth of the deepest tree whose bits are exact; see `jaxspec.core.networks.CompiledTarget`."""
-        return EXACT_PATH - 1 if self._exact_on_gpu else None
+        return EXACT_PATH - 1 if self._exact_in_pallas else None
 
     @property
-    def _exact_on_gpu(self) -> bool:
-        return self.execution.exact and self.execution.resolve().on_gpu
+    def _exact_in_pallas(self) -> bool:
+        return self.execution.exact and self.execution.resolve().platform in PALLAS_PLATFORMS
 
     def with_execution(self, **changes: Any) -> "TransformerLM":
         """Returns the network with some fields of its `Execution` changed, such as `attention="pallas"`."""
@@ -240,7 +240,7 @@ class TransformerLM:
         added: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T F"], Entries]:
         """Reads a window; see `LanguageModel`. `added` is added to the embeddings of the window's tokens."""
-        twice = self._exact_on_gpu and self.execution.products == "xla" and window.tokens.size == 1
+        twice = self._exact_in_pallas and self.execution.products == "xla" and window.tokens.size == 1
         if not twice:
             return self._module(params)(window, cache, past, self.layers, self.taps, added)
         # XLA:GPU has other kernels for the norms of one row than for the norms of several rows.

@@ -437,6 +437,17 @@ def gpu_layers(values: Values) -> str:
     return table(headings, rows)
 
 
+def tpu_layers(values: Values) -> str:
+    rows = [
+        [line["chip"], line["dtype"], str(line["rows"]), str(line["kernels_of_a_layer"]),
+         f"{line['bytes_moved']:.3f}", f"{line['temporary_mb']:.1f}"]
+        for line in values["lines"]
+    ]  # fmt: skip
+    headings = ["chip", "matrices", "rows", "kernels of a layer", "bytes moved, of matrices and caches",
+                "temporaries, MB"]  # fmt: skip
+    return table(headings, rows)
+
+
 def mutants(values: Values) -> str:
     return table(
         ["bugs of other systems, reintroduced", "found by the tests"], [[str(values["bugs"]), str(values["found"])]]
@@ -533,5 +544,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
-    "product-shapes": product_shapes, "gpu-layers": gpu_layers,
+    "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
 }  # fmt: skip

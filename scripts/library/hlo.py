@@ -134,12 +134,19 @@ def _results(
 def moved(parts: dict[str, list[Instruction]], name: str) -> int:
     """Returns the bytes of HBM that a computation reads and writes.
 
-    The body of a loop counts once, and a conditional counts as its costliest branch. Of an array that is sliced,
+    The body of a loop counts once; a conditional counts as its costliest branch, and so do loops of which one runs (see
+    `is_alternative`). Of an array that is sliced,
     gathered or updated in place, only that part counts. An array that is copied to VMEM counts at the copy. Of a cache
     [L, B, H, S, K] a Pallas kernel reads one layer.
     """
     types = {one.name: one.type for one in parts[name]}
-    return sum(_moved(parts, types, one) for one in parts[name])
+    costs = [(is_alternative(one), _moved(parts, types, one)) for one in parts[name]]
+    return sum(cost for other, cost in costs if not other) + max((cost for other, cost in costs if other), default=0)
+
+
+def is_alternative(one: Instruction) -> bool:
+    """Returns whether an instruction is a loop of the decoder of which one runs, once; see `jaxspec.decode.loop`."""
+    return one.op == "while" and re.search(r'op_name="[^"]*/alternatives/while"', one.rest) is not None
 
 
 def is_kernel(one: Instruction) -> bool:

@@ -63,7 +63,8 @@ def of_a_round(
 ) -> tuple[Cost, bool]:
     """Returns what one turn of the program's first loop costs, and whether a command buffer holds that loop.
 
-    Of a conditional the branch with the most launches counts. A loop of a known number of turns is launched without a
+    Of a conditional the branch with the most launches counts, and of several loops of which one runs
+    (`scripts.library.hlo.is_alternative`), that one. A loop of a known number of turns is launched without a
     look at its condition.
 
     Args:
@@ -77,9 +78,11 @@ def of_a_round(
     order = loops(parts)
 
     def each(thunks: list[Thunk], captured: bool) -> Cost:
-        return functools.reduce(Cost.plus, (cost(one, captured) for one in thunks), Cost())
+        turns_of_others: list[Cost] = []
+        total = functools.reduce(Cost.plus, (cost(one, captured, turns_of_others) for one in thunks), Cost())
+        return total.plus(max(turns_of_others, default=Cost()))
 
-    def cost(one: Thunk, captured: bool) -> Cost:
+    def cost(one: Thunk, captured: bool, turns_of_others: list[Cost]) -> Cost:
         inside = {name: held for name, held in one.parts.items() if held}
         if one.kind == "kWhile":
             loop = next(order)
@@ -87,6 +90,9 @@ def of_a_round(
             if known := re.search(r"known_trip_count\W+n\W+(\d+)", loop.rest):
                 return Cost().plus(body, int(known[1]))
             count = turns(loop)
+            if hlo.is_alternative(loop):
+                turns_of_others.append(Cost(0, 0 if captured else 1).plus(test).plus(body))
+                count = 0
             return Cost(0, 0 if captured else count + 1).plus(test, count + 1).plus(body, count)
         if one.kind == "kConditional":
             return max(each(held, captured) for held in inside.values()).plus(Cost(0, 0 if captured else 1))

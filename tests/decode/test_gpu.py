@@ -95,6 +95,44 @@ def test_launches_and_waits_are_counted_by_hand():
     assert gpu.turns(2000, next(one for one in parts["left"])) == 1
 
 
+def test_of_loops_of_which_one_runs_the_costliest_counts():
+    """Each has a look at its condition, and the costlier one a turn."""
+    parts = hlo.computations("""
+%body (p: (s32[])) -> (s32[]) {
+  %w.1 = (s32[]) while(%t), condition=%test, body=%none, metadata={op_name="jit(run)/alternatives/while"}
+  %w.2 = (s32[]) while(%t), condition=%test, body=%none, metadata={op_name="jit(run)/alternatives/while"}
+}
+%none (p: (s32[])) -> (s32[]) {
+  %a = s32[] add(%x, %y)
+}
+%test (p: (s32[])) -> pred[] {
+  %a = pred[] compare(%x, %y)
+}
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  %w = (s32[]) while(%t), condition=%test, body=%body
+}
+""")
+    listed = thunks.read("""
+001: kWhile [source | sink]
+condition:
+    002: kCustomKernel [source | sink] test
+  body:
+    003: kWhile [source | sink]
+condition:
+        004: kCustomKernel [source | sink] test
+      body:
+        005: kCustomKernel [source | sink] one
+    006: kWhile [source | sink]
+condition:
+        007: kCustomKernel [source | sink] test
+      body:
+        008: kCustomKernel [source | sink] one
+        009: kCustomKernel [source | sink] two
+""")
+    cost, _ = thunks.of_a_round(listed, parts, lambda _: 1)
+    assert (cost.launches, cost.waits) == (1 + 2 + (1 + 2), 1 + 2 + 1)
+
+
 FUSIONS = """
 %inside (a: f32[4,96], b: f32[4,5]) -> f32[4,6] {
   %a = f32[4,96]{1,0} parameter(0)

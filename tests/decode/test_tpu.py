@@ -5,9 +5,10 @@ import pytest
 
 from helpers import defects
 from jaxspec.backend import layout
+from jaxspec.models.layer_calls_tpu import TpuCalls
 from scripts.library import hlo, loops, tier
 from scripts.library.loops import Case
-from scripts.prove import tpu
+from scripts.prove import tpu, tpu_layers
 
 pytestmark = pytest.mark.quick
 
@@ -142,6 +143,29 @@ def test_the_bytes_of_a_round_are_counted_by_hand():
     assert counted == rows + matrix + fetched + update + branch + indices
 
 
+def test_of_loops_of_which_one_runs_the_costliest_counts():
+    loops = """
+%few (p: (f32[100])) -> (f32[100]) {
+  %a = f32[100]{0} add(%x, %y)
+}
+
+%many (p: (f32[100])) -> (f32[100]) {
+  %a = f32[300]{0} add(%x, %y)
+}
+
+%test (p: (f32[100])) -> pred[] {
+  %a = pred[] constant(true)
+}
+
+ENTRY %main (p: (f32[100])) -> (f32[100]) {
+  %w.1 = (f32[100]) while(%t), condition=%test, body=%few, metadata={op_name="jit(run)/alternatives/while"}
+  %w.2 = (f32[100]) while(%w.1), condition=%test, body=%many, metadata={op_name="jit(run)/alternatives/while"}
+  %w.3 = (f32[100]) while(%w.2), condition=%test, body=%few, metadata={op_name="jit(run)/alternatives/while/body/while"}
+}
+"""
+    assert hlo.moved(hlo.computations(loops), "ENTRY") == 300 * 4 + 100 * 4
+
+
 KERNEL = """
 ENTRY %main (p: (s32[])) -> (s32[]) {
   %q = f32[1,8,64,128]{3,2,1,0} parameter(0)
@@ -268,8 +292,28 @@ def test_attention_in_pallas_moves_little_beside_a_layer_of_the_cache(compiler):
 
 
 @pytest.mark.tpu
+@pytest.mark.parametrize("chip", tpu.CHIPS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_nothing_of_xla_sums_in_layers_of_a_fixed_order(compiler, chip, int8):
+    assert not tpu_layers.look(chip, 16, int8)["wrong"]
+
+
+@pytest.mark.tpu
+def test_it_finds_a_norm_that_is_left_to_xla(compiler, monkeypatch):
+    monkeypatch.setattr(TpuCalls, "finish", lambda self, read, norm: norm(self.residual(read)))
+    assert any("XLA sums" in one for one in tpu_layers.look("v5e", 16, False)["wrong"])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup, chain 8", "medusa, 64 nodes", "eagle (EAGLE-3), chain 4"])
+def test_the_tier_finds_nothing_in_an_exact_loop(compiler, drafter):
+    case = Case("v5e", drafter, layers=2, capacity=32768, attention="pallas", products="pallas", exact=True)
+    assert not tpu.look(case)["wrong"]
+
+
+@pytest.mark.tpu
 def test_products_depend_on_the_drafter(compiler):
-    """Why no bits are promised on a TPU. If this fails, XLA has changed: docs/guarantees.md may promise more."""
+    """Why only `exact=True` promises bits on a TPU. If this fails, XLA has changed: docs/guarantees.md may say more."""
     row = tpu.look(Case("v5e", "prompt-lookup, chain 8", layers=2, capacity=32768, attention="pallas", width=16))
     assert not row["wrong"]
     assert 0 < row["same_kernels"] < row["kernels"]

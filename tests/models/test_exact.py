@@ -44,7 +44,7 @@ class ReadTwice(transformer.TransformerLM):
     """A network on XLA's operations that reads one token as on a GPU."""
 
     @property
-    def _exact_on_gpu(self) -> bool:
+    def _exact_in_pallas(self) -> bool:
         return True
 
 
@@ -82,6 +82,14 @@ def test_a_gpu_uses_attention_and_products_in_pallas(dtype):
     assert (there.attention, there.products) == ("pallas", "pallas")
     assert (here.attention, here.products) == ("xla", "xla")
     assert found.of_head() == Execution()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_tpu_uses_attention_and_products_in_pallas(dtype):
+    found = resolve(dtype=dtype, platform="tpu", config=config(head_dim=128, intermediate_size=384, vocab_size=50257))
+    assert found == Execution(exact=True, products="pallas")
+    there = dataclasses.replace(found, platform="tpu").resolve()
+    assert (there.attention, there.products) == ("pallas", "pallas")
 
 
 @pytest.mark.parametrize(
@@ -149,13 +157,21 @@ def test_the_form_is_shown():
     assert "exact" not in shown()
     assert ", exact)" in shown(exact=True)
     assert ", exact, products by XLA)" in shown(exact=True, platform="gpu")
-    assert ", exact, products in Pallas)" in shown(exact=True, platform="gpu", products="pallas")
+    for platform in ("gpu", "tpu"):
+        assert ", exact, products in Pallas)" in shown(exact=True, platform=platform, products="pallas")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"platform": "tpu"}, "exact=True is for CPUs and GPUs, the model runs on 'tpu'"),
+        ({"platform": "METAL"}, "exact=True is for CPUs, GPUs and TPUs, the model runs on 'METAL'"),
+        ({"platform": "tpu"}, "needs heads whose width is a multiple of 128 on a TPU, got 64"),
+        ({"platform": "tpu", "dtype": "float32"}, "exact=True on a TPU needs weights in bfloat16 or int8, got float32"),
+        (
+            {"platform": "tpu", "config": config(head_dim=128)},
+            "exact=True on a TPU runs the products in Pallas, but products='pallas' needs a multiple of 128 for "
+            "intermediate_size, got 96; leave it out",
+        ),
         ({"dtype": "float32"}, "exact=True on a GPU needs weights in bfloat16 or int8, got float32"),
         ({"dtype": "file"}, "exact=True on a GPU needs weights in bfloat16 or int8, got file"),
         ({"execution": Execution(shards=2)}, "exact=True is for layers on one device, got 2"),

@@ -1,4 +1,4 @@
-"""Tests that with `exact=True` on a simulated GPU, no draft and no other row changes a bit of a text.
+"""Tests that with `exact=True` on a simulated GPU or TPU, no draft and no other row changes a bit of a text.
 
 The kernels of Pallas run as plain operations. Every way to decode is compared with plain decoding of each prompt alone,
 in tokens and log-probabilities.
@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
     tie_embeddings=False,
 )  # fmt: skip
 """So wide that another order of sums changes bits."""
-EXACT = Execution(platform="gpu", exact=True, products="pallas")
+FOR_TPU = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, head_dim=128)
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8], [*range(1, 40), *range(1, 40)]]
 ROWS = range(len(PROMPTS))
 SAMPLING = jaxspec.Sampling(temperature=np.array([0.8, 0.0, 0.8], np.float32), top_p=np.float32(0.95))
@@ -54,10 +54,12 @@ def as_plain_operations(monkeypatch):
 
 @functools.cache
 def model(kind: str) -> jaxspec.Model:
-    """Returns a toy with weights of this type."""
-    lm = TransformerLM(CONFIG, "bfloat16", execution=EXACT)
+    """Returns a toy with weights of this type, on a GPU or a TPU ("tpu int8")."""
+    platform = "tpu" if kind.startswith("tpu") else "gpu"
+    execution = Execution(platform=platform, exact=True, products="pallas")
+    lm = TransformerLM(FOR_TPU if platform == "tpu" else CONFIG, "bfloat16", execution=execution)
     params = lively(noisy(lm.init_params(jax.random.key(0)), 0, 0.1), 3.0)
-    return jaxspec.Model(lm, quantize_by_powers(params) if kind == "int8" else params)
+    return jaxspec.Model(lm, quantize_by_powers(params) if kind.endswith("int8") else params)
 
 
 def quantize_by_powers(params: Any) -> Any:
@@ -84,9 +86,9 @@ def sampling(rows: Sequence[int]) -> jaxspec.Sampling:
     return dataclasses.replace(SAMPLING, temperature=np.asarray(SAMPLING.temperature)[np.asarray(rows)])
 
 
-def drafting(name: str, tree: str | None = None) -> dict[str, Any]:
+def drafting(name: str, tree: str | None = None, kind: str = "bfloat16") -> dict[str, Any]:
     """Returns the arguments of `generate` for a drafter; a draft model runs by XLA, and drafts well."""
-    target = model("bfloat16")
+    target = model("tpu bfloat16" if kind.startswith("tpu") else "bfloat16")
     given = cases.arguments(name, target)
     if "draft" in given:
         lm: Any = target.lm
@@ -118,18 +120,19 @@ def plain(kind: str) -> list[Text]:
 
 
 def test_the_sizes_have_kernels():
-    assert find_gap(CONFIG) is None
+    assert find_gap(CONFIG) is find_gap(FOR_TPU, "tpu") is None
     assert repr(model("int8")).endswith("exact, products in Pallas)")
 
 
-USUAL = [("int8", "prompt-lookup", "chain"), ("bfloat16", "model", "dynamic")]
-EVERY = [("bfloat16", "medusa", "wide")]
-EVERY += [("int8" if i % 2 else "bfloat16", name, None) for i, name in enumerate(registry.DRAFTERS)]
+USUAL = [("tpu int8", "prompt-lookup", "chain"), ("bfloat16", "model", "dynamic")]
+EVERY = [("bfloat16", "medusa", "wide"), ("int8", "prompt-lookup", "chain"), ("tpu bfloat16", "model", "dynamic")]
+for number, drafter in enumerate(registry.DRAFTERS):
+    EVERY += [(platform + ("int8" if number % 2 else "bfloat16"), drafter, None) for platform in ("", "tpu ")]
 
 
 @pytest.mark.parametrize(("kind", "name", "tree"), with_slow([*USUAL, *EVERY], set(EVERY)))
 def test_drafts_and_other_rows_change_no_bit(kind, name, tree):
-    assert generate(kind, **drafting(name, tree)) == plain(kind)
+    assert generate(kind, **drafting(name, tree, kind)) == plain(kind)
 
 
 def other_heads(name: str) -> tuple[str, jaxspec.DraftHeads]:

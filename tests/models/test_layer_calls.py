@@ -26,6 +26,10 @@ CONFIG = ModelConfig(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16
 )
 PALLAS = Execution(attention="pallas", platform="gpu", products="pallas")
+ON_TPU = dataclasses.replace(PALLAS, platform="tpu")
+FOR_TPU = dataclasses.replace(
+    CONFIG, hidden_size=256, intermediate_size=384, num_heads=2, num_kv_heads=1, head_dim=128, num_layers=2
+)
 START = 70  # tokens in the cache before the text, so that attention reads more than one group of tokens
 
 
@@ -113,22 +117,35 @@ def test_logits_and_entries_of_four_layers_depend_neither_on_the_window_nor_on_o
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_logits_and_entries_on_a_tpu_depend_neither_on_the_window_nor_on_other_rows(kind):
+    check_windows(Reader.make(FOR_TPU, kind, ON_TPU), (2, 3, 8, 12), 3)
+
+
+@pytest.mark.slow
 def test_families_depend_neither_on_the_window_nor_on_other_rows():
     biased = dataclasses.replace(CONFIG, num_layers=1, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
     gemma = dataclasses.replace(CONFIG, num_layers=2, post_norms=True, activation="gelu_tanh", tie_embeddings=False)
     for config in (biased, gemma):
         check_windows(Reader.make(config), (3,), 2)
+        sizes = {name: getattr(FOR_TPU, name) for name in ("hidden_size", "intermediate_size", "head_dim")}
+        check_windows(Reader.make(dataclasses.replace(config, **sizes), execution=ON_TPU), (3,), 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen", "gemma"])
-def test_logits_are_those_of_xla_but_for_rounding(family):
-    more = {
-        "llama": {},
-        "qwen": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": True},
-        "gemma": {"post_norms": True, "activation": "gelu_tanh", "tie_embeddings": False, "embed_scale": 8.0},
-    }[family]
-    config = dataclasses.replace(CONFIG, num_layers=1, **more)
-    by_kernels, by_xla = Reader.make(config), Reader.make(config, execution=Execution(platform="gpu"))
+FAMILIES = {
+    "llama": {},
+    "qwen": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": True},
+    "gemma": {"post_norms": True, "activation": "gelu_tanh", "tie_embeddings": False, "embed_scale": 8.0},
+}
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_xla_but_for_rounding(family, platform):
+    config, execution = (CONFIG, PALLAS) if platform == "gpu" else (FOR_TPU, ON_TPU)
+    config = dataclasses.replace(config, num_layers=1, **FAMILIES[family])
+    by_kernels = Reader.make(config, execution=execution)
+    by_xla = Reader.make(config, execution=Execution(platform=platform))
     text = np.arange(7) * 5 % 64
     ours, expected = (reader.chain(text, 7)[0] for reader in (by_kernels, by_xla))
     assert np.abs(ours - expected).max() < 0.03 * np.abs(expected).max()
@@ -146,9 +163,11 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-def test_nothing_between_embedding_and_logits_sums_but_the_kernels():
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_nothing_between_embedding_and_logits_sums_but_the_kernels(platform):
     """XLA sums in an order that depends on the shapes, so it may round, move and add rows, but never sum over them."""
-    lm = TransformerLM(dataclasses.replace(CONFIG, num_layers=2), "bfloat16", execution=PALLAS, taps=(1,))
+    config, execution = (CONFIG, PALLAS) if platform == "gpu" else (FOR_TPU, ON_TPU)
+    lm = TransformerLM(dataclasses.replace(config, num_layers=2), "bfloat16", execution=execution, taps=(1,))
     params = jax.eval_shape(lambda: lm.init_params(jax.random.key(0)))
     cache = jax.eval_shape(lambda: lm.init_cache(1, 256))
     window = Window(jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 5), jnp.int32), jnp.ones((1, 5, 5), bool))
@@ -159,8 +178,9 @@ def test_nothing_between_embedding_and_logits_sums_but_the_kernels():
 
     found = list(equations(jax.make_jaxpr(run)(params, cache).jaxpr))
     kernels = [equation.params["name"] for equation in found if equation.primitive.name == "pallas_call"]
-    layer = ["multiply", "split_heads", "attend", "multiply_add", "multiply_gated", "multiply_add"]
-    assert kernels == ["prepare", *layer * 2, "normalize", "multiply"]
+    heads = "split_heads" if platform == "gpu" else "rotate_heads"
+    layer = ["multiply", heads, "attend", "multiply_add", "multiply_gated", "multiply_add"]
+    assert kernels == [*(["prepare"] if platform == "gpu" else []), *layer * 2, "normalize", "multiply"]
     sums = ("dot_general", "reduce_sum", "reduce_max", "cumsum", "conv_general_dilated", "reduce_precision", "rsqrt")
     for equation in found:
         floats = any(jnp.issubdtype(out.aval.dtype, jnp.floating) for out in equation.outvars)

@@ -2,13 +2,13 @@
 
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.products import ROW_COUNTS, exact_tiles, normal, stored
 from helpers.tiers import with_slow
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import layers
@@ -20,7 +20,6 @@ from jaxspec.models.rope import Rope
 from jaxspec.models.rows import Norm, rms_norm
 from scripts.prove import product_shapes
 
-ROW_COUNTS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128)
 EPSILON = 1e-5
 HIDDEN, UNITS, KEYS, GROUPS, WIDTH, VOCAB = 128, 192, 2, 2, 16, 64
 multiply, multiply_gated, multiply_add, multiply_segments, prepare, normalize, split_heads = (
@@ -35,15 +34,6 @@ multiply, multiply_gated, multiply_add, multiply_segments, prepare, normalize, s
         "split_heads",
     )
 )
-
-
-def normal(rng, *shape: int, scale: float = 1.0):
-    return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
-
-
-def stored(matrix, kind: str, transposed: bool = False) -> Any:
-    """A matrix `[I, O]`, or `[O, I]` if `transposed`, as a model stores it."""
-    return Quantized.quantize(matrix, transposed) if kind == "int8" else matrix.astype(jnp.bfloat16)
 
 
 @functools.cache
@@ -115,13 +105,6 @@ def test_a_row_that_is_not_finite_spoils_no_other_row():
     others = [row for row in range(16) if row not in (3, 7)]
     np.testing.assert_array_equal(bad[others], good[others])
     assert np.isnan(bad[3, -VOCAB:]).all()
-
-
-def exact_tiles(rng, rows: int, inputs: int, outputs: int, tile: int):
-    """Factors whose products have exact sums within each tile of inputs, in any order, but not across tiles."""
-    x, weight = rng.integers(-8, 9, (rows, inputs)), rng.integers(-8, 9, (inputs, outputs))
-    exponents = np.repeat(rng.integers(-12, 13, inputs // tile), tile)
-    return x.astype(np.float64), weight * 2.0 ** exponents[:, None]
 
 
 @pytest.mark.parametrize("rows", [16, 64])

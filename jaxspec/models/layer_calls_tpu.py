@@ -1,0 +1,93 @@
+"""The calls of a transformer's layer as Pallas kernels for a TPU, in which the bits of a row hang on no other row.
+
+See `jaxspec.models.layer_calls` for the list, and `jaxspec.models.products_tpu` for the kernels and their order of
+sums. Rows stay padded and side by side (`[M, E]`) from the embedding to the last norm.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxspec.core.records import KV, Cache
+from jaxspec.models import products_tpu as products
+from jaxspec.models.attention import attend
+from jaxspec.models.execution import Execution
+from jaxspec.models.layer_calls import side_by_side
+from jaxspec.models.layer_calls_pallas import pad_rows, split_rows
+from jaxspec.models.packed import Matrix
+from jaxspec.models.rows import Linear, Norm
+
+
+class TpuInput(NamedTuple):
+    """The residual stream, padded rows `[M, E]`, of B rows and T tokens, and the norm that the next product applies."""
+
+    x: Float[Array, "M E"]
+    norm: Norm | None
+    batch: int
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuCalls:
+    """The calls as Pallas kernels."""
+
+    execution: Execution
+
+    def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> TpuInput:
+        return TpuInput(pad_rows(x), norm, *x.shape[:2])
+
+    def residual(self, read: TpuInput) -> Float[Array, "B T E"]:
+        return split_rows(read.x, read.batch, read.tokens)
+
+    def project(self, read: TpuInput, layer: Linear) -> Float[Array, "M J"]:
+        return products.multiply(read.x, layer.weight, read.norm, bias=layer.bias)
+
+    def split_heads(
+        self,
+        projected: Float[Array, "M J"],
+        rotation: tuple[Array, Array],
+        shared: int,
+        width: int,
+        dtype: DTypeLike,
+        norms: Sequence[Norm | None],
+    ) -> tuple[Float[Array, "B H G T K"], KV]:
+        batch, _, tokens, _ = rotation[0].shape
+        rotated = products.rotate_heads(projected, rotation, shared, width, dtype, tuple(norms))
+        heads = split_rows(rotated, batch, tokens).reshape(batch, tokens, -1, width).swapaxes(1, 2)
+        queries, new = heads[:, : -2 * shared], KV(heads[:, -2 * shared : -shared], heads[:, -shared:])
+        return queries.reshape(batch, shared, -1, tokens, width), new
+
+    def attend(
+        self,
+        queries: Float[Array, "B H G T K"],
+        cache: Cache,
+        layer: int,
+        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        mask: Array,
+        paths: Array | None,
+        scale: float,
+        first_seen: Array | None,
+    ) -> Float[Array, "B T J"]:
+        return side_by_side(
+            attend(queries, cache.stores, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
+        )
+
+    def gate(self, read: TpuInput, layer: Linear, activation: str) -> Float[Array, "M F"]:
+        return products.multiply_gated(read.x, layer.weight, activation, read.norm, bias=layer.bias)
+
+    def add(self, read: TpuInput, inner: Array, layer: Linear, norm: Norm | None, following: Norm | None) -> TpuInput:
+        rows = inner if inner.ndim == 2 else pad_rows(inner)
+        if norm is None:
+            return read._replace(x=products.multiply_add(rows, layer.weight, read.x, bias=layer.bias), norm=following)
+        out = products.normalize(products.multiply_add(rows, layer.weight, None, bias=layer.bias), norm)
+        return read._replace(x=read.x + out, norm=following)
+
+    def finish(self, read: TpuInput, norm: Norm) -> Float[Array, "B T E"]:
+        return split_rows(products.normalize(read.x, norm), read.batch, read.tokens)
+
+    def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
+        batch, tokens, _ = features.shape
+        return split_rows(products.multiply(pad_rows(features), table, transposed=True), batch, tokens)
