@@ -100,12 +100,12 @@ def test_sums_are_chains_over_blocks_and_trees_over_segments(rows):
             total = total + np.float32(x[:, start : start + block] @ weight[start : start + block])
         return total
 
-    inputs, outputs = 8 * 256, 1100  # two blocks of outputs, the second of which is not full
+    inputs, outputs = 8 * 640, 1100  # two blocks of outputs, the second of which is not full
     segments, part = segment_count(inputs), inputs // 8
     assert segments == 8
-    x, weight = exact_tiles(rng, rows, inputs, outputs, 256)
+    x, weight = exact_tiles(rng, rows, inputs, outputs, 640)
     x_array, weight_array = jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16)
-    parts = [chain(x[:, i * part : (i + 1) * part], weight[i * part : (i + 1) * part], 256) for i in range(8)]
+    parts = [chain(x[:, i * part : (i + 1) * part], weight[i * part : (i + 1) * part], 640) for i in range(8)]
     got = multiply_add(x_array, weight_array, jnp.zeros((rows, outputs)))
     np.testing.assert_array_equal(got, add_in_tree(parts))
     assert (functools.reduce(operator.add, parts) != got).any()
