@@ -223,3 +223,9 @@ def _gather_near(
     border = jnp.tile(length[:, None] + depth - height, (1, groups))[:, None, :, None]
     real = jnp.tile(real, (1, groups, 1))[:, None]
     return gather(window[0], prefix.keys), gather(window[1], prefix.values), real, border
+
+
+def side_by_side(mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T J"]:
+    """Returns the outputs of all heads of a token in one row."""
+    batch, _, _, tokens, _ = mixed.shape
+    return jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)

@@ -15,14 +15,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxspec.backend.layout import row_major
 from jaxspec.core.records import KV, Cache
-from jaxspec.models.attention import attend
+from jaxspec.models.attention import attend, side_by_side
 from jaxspec.models.config import Experts
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import ExpertParams, feed
@@ -238,12 +237,6 @@ class FusedCalls:
         out = feed(rows, params, sizes, activation, self.execution.shards)
         out = out if norm is None else norm(out)
         return out if residual is None else residual + out
-
-
-def side_by_side(mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T J"]:
-    """Returns the outputs of all heads of a token in one row."""
-    batch, _, _, tokens, _ = mixed.shape
-    return jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)
 
 
 def calls_of(execution: Execution) -> LayerCalls:

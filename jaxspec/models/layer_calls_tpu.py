@@ -12,10 +12,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxspec.core.records import KV, Cache
+from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_tpu as products
-from jaxspec.models.attention import attend
+from jaxspec.models.attention import attend, side_by_side
+from jaxspec.models.config import Experts
 from jaxspec.models.execution import Execution
-from jaxspec.models.layer_calls import side_by_side
+from jaxspec.models.experts import NO_EXPERTS, ExpertParams
 from jaxspec.models.layer_calls_pallas import pad_rows, split_rows
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import Linear, Norm
@@ -84,6 +86,17 @@ class TpuCalls:
             return read._replace(x=products.multiply_add(rows, layer.weight, read.x, bias=layer.bias), norm=following)
         out = products.normalize(products.multiply_add(rows, layer.weight, None, bias=layer.bias), norm)
         return read._replace(x=read.x + out, norm=following)
+
+    def experts(
+        self,
+        read: TpuInput,
+        params: ExpertParams,
+        sizes: Experts,
+        activation: str,
+        norm: Norm | None,
+        following: Norm | None,
+    ) -> TpuInput:
+        raise InvalidConfig(NO_EXPERTS)
 
     def finish(self, read: TpuInput, norm: Norm) -> Float[Array, "B T E"]:
         return split_rows(products.normalize(read.x, norm), read.batch, read.tokens)

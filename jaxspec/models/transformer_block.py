@@ -13,12 +13,12 @@ from jaxtyping import Array, Float
 from jaxspec.core import cache as caches
 from jaxspec.core.records import KV, Cache, Window
 from jaxspec.models import delta
-from jaxspec.models.attention import sliding_window_mask
+from jaxspec.models.attention import side_by_side, sliding_window_mask
 from jaxspec.models.config import FLOAT32_MATRICES, Experts, ModelConfig
 from jaxspec.models.delta import DeltaEntries, DeltaParams
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import ExpertParams
-from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of, side_by_side
+from jaxspec.models.layer_calls import FusedCalls, FusedInput, LayerCalls, calls_of
 from jaxspec.models.rows import Linear, Norm
 
 
