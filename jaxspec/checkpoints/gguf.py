@@ -23,7 +23,7 @@ from jaxspec.checkpoints.gguf_header import MAX_STRINGS, decode, describe_tensor
 from jaxspec.checkpoints.gguf_parts import LocatedTensor, open_parts, read_part_headers
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models import rope as ropes
-from jaxspec.models.config import DeltaSizes, ModelConfig
+from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
 from jaxspec.models.rope import Rope
 from jaxspec.text.gguf_vocab import adds_bos
 
@@ -50,7 +50,14 @@ _NAMES = {
     "decay": (_BLOCK + "ssm_a",),
     "decay_bias": (_BLOCK + "ssm_dt.bias",),
     "gate_norm": (_BLOCK + "ssm_norm.weight",),
+    "router": (_BLOCK + "ffn_gate_inp.weight",),
+    "experts_gate_up": (_BLOCK + "ffn_gate_exps.weight", _BLOCK + "ffn_up_exps.weight"),
+    "experts_down": (_BLOCK + "ffn_down_exps.weight",),
+    "shared_gate_up": (_BLOCK + "ffn_gate_shexp.weight", _BLOCK + "ffn_up_shexp.weight"),
+    "shared_down": (_BLOCK + "ffn_down_shexp.weight",),
+    "shared_gate": (_BLOCK + "ffn_gate_inp_shexp.weight",),
 }
+_SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 _RECURRENT_OUT = _BLOCK + "ssm_out.weight"
 _DRAFTING_NAMES = {
     "fc": (_BLOCK + "nextn.eh_proj.weight",),
@@ -77,6 +84,7 @@ class Architecture:
         window_theta: default of the rotary base of layers with a sliding window; None for the base of other layers.
         embed_scaled: whether embeddings are multiplied by the square root of their width.
         recurrent: whether some layers have Gated DeltaNet in place of attention.
+        experts: whether all layers have mixtures of experts.
     """
 
     parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,6 +95,7 @@ class Architecture:
     window_theta: float | None = None
     embed_scaled: bool = False
     recurrent: bool = False
+    experts: bool = False
 
     def all_names(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
         """Returns the file's tensors of each kind of parameter, and of single parameters by their full names."""
@@ -112,10 +121,18 @@ ARCHITECTURES = {
         rope_theta=1e7,
         recurrent=True,
     ),
+    "qwen3moe": Architecture(parts={"qk_norm": True}, experts=True),
 }
+ARCHITECTURES["qwen35moe"] = dataclasses.replace(ARCHITECTURES["qwen35"], experts=True)
 
+_WITHOUT_EXPERTS = {"expert_count": 0}
+_WITH_EXPERTS = {
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_norm": True,
+    "leading_dense_block_count": 0,
+    "expert_group_count": 0,
+}
 _SUPPORTED_VALUES = {
-    "expert_count": 0,
     "attention.causal": True,
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
@@ -255,14 +272,18 @@ def read_gguf_headers(path: str | os.PathLike) -> Headers:
 def _shape(name: str, located: LocatedTensor) -> tuple[int, ...]:
     """Returns the shape of a tensor as it is read."""
     shape = located.tensor.shape
+    if name.endswith(_SHARED_GATE):
+        return (1, *shape)
     return (shape[0], 1, *shape[1:]) if name.endswith(".ssm_conv1d.weight") else shape
 
 
 def _convert(where: str, name: str, array: np.ndarray) -> np.ndarray:
-    """Returns a tensor of a layer with Gated DeltaNet in the canonical form; other tensors are not changed.
+    """Returns a tensor of a layer with Gated DeltaNet or experts in the canonical form; others are not changed.
 
     Files hold the factors of decays, which are negative, and not the logarithms of their magnitudes.
     """
+    if name.endswith(_SHARED_GATE):
+        return array[None]
     if name.endswith(".ssm_conv1d.weight"):
         return array[:, None]
     if not name.endswith(".ssm_a"):
@@ -341,7 +362,8 @@ class _ConfigReader:
             raise CheckpointError(
                 f"{self._where}: the width of a head is {head_dim}, expected at most {ropes.MAX_WIDTH}"
             )
-        for key, plain in ({"vocab_size": rows, "attention.value_length": head_dim} | _SUPPORTED_VALUES).items():
+        expected = _SUPPORTED_VALUES | (_WITH_EXPERTS if kind.experts else _WITHOUT_EXPERTS)
+        for key, plain in ({"vocab_size": rows, "attention.value_length": head_dim} | expected).items():
             if (value := self._metadata.get(f"{self._name}.{key}", plain)) != plain:
                 raise CheckpointError(
                     f"{self._where}: metadata {self._name}.{key} is {value!r}, expected {plain!r}; "
@@ -352,7 +374,7 @@ class _ConfigReader:
         values: dict[str, Any] = {
             "vocab_size": rows,
             "hidden_size": hidden,
-            "intermediate_size": self._whole("feed_forward_length"),
+            "intermediate_size": self._whole("feed_forward_length", 0 if kind.experts else None),
             "num_layers": layers,
             "num_heads": heads,
             "num_kv_heads": self._whole("attention.head_count_kv", heads),
@@ -368,6 +390,8 @@ class _ConfigReader:
         }
         if kind.recurrent:
             values |= self._recurrent(layers)
+        if kind.experts:
+            values |= self._experts(values["intermediate_size"])
         if kind.window_theta and window:
             values["window_rope"] = self._checked(Rope, self._get("rope.freq_base_swa", kind.window_theta))
         if kind.embed_scaled:
@@ -398,6 +422,14 @@ class _ConfigReader:
         # llama.cpp repeats the key heads as a whole, so its files hold the value heads in that order.
         delta = self._checked(DeltaSizes, *sizes, heads != shared)
         return {"recurrent": found, "delta": delta}
+
+    def _experts(self, width: int) -> dict[str, Any]:
+        """Returns `experts` and `intermediate_size` of the config; `width` is the file's width of an MLP, or 0."""
+        count, each = self._whole("expert_count"), self._whole("expert_used_count")
+        own = self._whole("expert_feed_forward_length", width // each if each else 0)
+        shared = self._whole("expert_shared_feed_forward_length", 0) or None
+        experts = self._checked(Experts, count, each, own, True, shared)
+        return {"experts": experts, "intermediate_size": width or experts.active_width}
 
     def _windows(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
         """Returns `window` and `windowed` of the config."""

@@ -33,7 +33,8 @@ def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callabl
         order: reorders the rows to the order of the model.
 
     Returns:
-        An array `[O, I]` or `[O]` in float32 or bfloat16 if the tensor has a float type; `Blocks` otherwise.
+        An array `[X, O, I]`, `[O, I]` or `[O]` in float32 or bfloat16 if the tensor has a float type; `Blocks`
+        otherwise.
 
     Raises:
         CheckpointError: a weight is not finite.
@@ -41,7 +42,7 @@ def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callabl
     import gguf
 
     kind = type_name(tensor)
-    if kind in BLOCK_KINDS and len(tensor.shape) == 2:
+    if kind in BLOCK_KINDS and len(tensor.shape) > 1:
         raw = raw_rows(data, tensor)
         if not is_finite(kind, raw):
             raise CheckpointError(f"{where}: tensor {name} has weights that are not finite (NaN or infinity)")
@@ -60,7 +61,8 @@ def native_bytes(tensor: StoredTensor) -> int:
     """Returns the memory of a tensor that `read_native` reads, in bytes."""
     if tensor.type in _FLOAT_TYPES or len(tensor.shape) == 1:
         return math.prod(tensor.shape) * (2 if tensor.type == "BF16" else 4)
-    return BLOCK_KINDS.get(tensor.type, BLOCK_KINDS["Q8_0"]).bytes(*tensor.shape)
+    *experts, outputs, inputs = tensor.shape
+    return math.prod(experts) * BLOCK_KINDS.get(tensor.type, BLOCK_KINDS["Q8_0"]).bytes(outputs, inputs)
 
 
 def join(matrices: list[Any], transpose: bool) -> Any:
@@ -68,7 +70,13 @@ def join(matrices: list[Any], transpose: bool) -> Any:
     from jaxspec.models.blocks import Blocks  # imports JAX
 
     if all(isinstance(matrix, Blocks) for matrix in matrices):
-        return Blocks.stack(matrices)
+        stacked = Blocks.stack(matrices)
+        if len(stacked.parts) > 1 and stacked.parts[0].ndim == 4:
+            raise CheckpointError(
+                f"the experts of a layer have matrices of several types ({', '.join(stacked.kinds)}), which the kernel "
+                "does not multiply; load the file with dtype 'int8'"
+            )
+        return stacked
     return join_arrays(
         [np.asarray(matrix.unpack()) if isinstance(matrix, Blocks) else matrix for matrix in matrices], transpose
     )
@@ -87,10 +95,13 @@ def read_blocks(kind: str, raw: np.ndarray) -> "Blocks":
 
     Args:
         kind: the type of its blocks, a key of `BLOCK_KINDS`.
-        raw: the rows of the matrix in the file, uint8 `[O, bytes]`.
+        raw: the rows of the matrix in the file, uint8 `[O, bytes]`, or `[X, O, bytes]` for X experts.
     """
     from jaxspec.models.blocks import Blocks  # imports JAX
 
+    if raw.ndim == 3:  # a matrix for each expert
+        experts = [read_blocks(kind, one) for one in raw]
+        return Blocks((np.stack([one.parts[0] for one in experts]),), (kind,), experts[0].outputs, experts[0].inputs)
     parts = [
         Blocks.pack(kind, split(kind, raw[start : start + _ROWS_AT_ONCE]))
         for start in range(0, len(raw), _ROWS_AT_ONCE)

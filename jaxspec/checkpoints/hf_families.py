@@ -272,10 +272,11 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     window, windowed = _windows(where, entries, family, layers)
     reader = RopeReader(where, entries, head_dim, longest, context)
     experts = _experts(where, entries, layers, whole, flag) if family.experts else {}
+    width = experts["experts"].active_width if experts else None  # files without dense layers need not name a width
     values: dict[str, Any] = {
         "vocab_size": whole("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": whole("intermediate_size", _active_width(experts.get("experts"))),
+        "intermediate_size": whole("intermediate_size", width),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": whole("num_key_value_heads", heads),
@@ -359,11 +360,6 @@ def _experts(
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None
     return {"experts": experts, "sparse": () if all(sparse) else sparse}
-
-
-def _active_width(experts: Experts | None) -> int | None:
-    """Returns the width that reads a token in a layer with experts, for files that do not name the width of an MLP."""
-    return None if experts is None else experts.per_token * experts.width + (experts.shared_width or 0)
 
 
 def _number(key: str, value: Any) -> Any:

@@ -174,7 +174,7 @@ def memory_section(
         if not is_matrix(name.split(".")[-1], len(shape)):  # these stay float32
             parameters += 4 * math.prod(shape)
         elif dtype == "int8":  # with a scale for each output
-            parameters += math.prod(shape) + 4 * shape[0 if is_table(name) else 1]
+            parameters += math.prod(shape) + 4 * (shape[0] if is_table(name) else math.prod(shape) // shape[-2])
         else:
             parameters += size * math.prod(shape)
     recurrent, delta = sum(config.recurrent), config.delta

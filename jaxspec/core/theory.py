@@ -46,21 +46,55 @@ XLA_TOKEN_COST = TokenCost(0.025, 1.7)
 """The measured cost of tokens with XLA's own products, in float32."""
 
 
-def assumed_cost(width: int, cpu: TokenCost | None, rows: int = 1) -> float:
+class ExpertReads(NamedTuple):
+    """What a call of a network with mixtures of experts reads of its weights.
+
+    Attributes:
+        total: X, the number of experts of a layer.
+        per_token: k, the number of experts of a token.
+        share: the share of a token's experts in the bytes that a call of one token reads, 0 to 1.
+    """
+
+    total: int
+    per_token: int
+    share: float
+
+    def expected(self, tokens: int) -> float:
+        """Returns the expected number of distinct experts of tokens that choose independently."""
+        return self.total * (1 - (1 - self.per_token / self.total) ** tokens)
+
+    def cost(self, tokens: int) -> float:
+        """Returns the expected bytes that a call reads, in units of a call of one token.
+
+        It is an upper bound: tokens of one text share more experts than independent tokens.
+        """
+        return 1 - self.share + self.share * self.expected(tokens) / self.per_token
+
+
+def assumed_cost(width: int, cpu: TokenCost | None, rows: int = 1, experts: ExpertReads | None = None) -> float:
     """Returns the assumed time of a target call of a width, before it is measured, in units of a call of width 1.
 
     On a CPU, a call of few tokens mostly reads the weights. Beyond that, its time grows with the number of tokens. On
     accelerators, more tokens are nearly free up to the number by which a weight is multiplied in the time in which it
-    is read (156 on an A100, 240 on a TPU v5e, 295 on an H100, in bfloat16).
+    is read (156 on an A100, 240 on a TPU v5e, 295 on an H100, in bfloat16). In a network with mixtures of experts, more
+    tokens also read more weights.
 
     Args:
         width: the number of tokens of each row.
         cpu: the time that tokens take on the CPU (`jaxspec.kernels.library.token_cost`); None for an accelerator.
         rows: the number of rows.
+        experts: what a call of the network reads; None for a network without experts.
     """
-    if cpu is None:
+
+    def read(tokens: int) -> float:
+        return 1.0 if experts is None else experts.cost(tokens)
+
+    if cpu is None and experts is None:
         return max(1 + 0.01 * (width - 1), rows * width / max(rows, 256))
-    few, many = (max(1 + cpu.each * (tokens - 1), tokens / cpu.at_once) for tokens in (rows, rows * width))
+    if cpu is None:
+        few, many = (max(read(tokens), tokens / 256) for tokens in (rows, rows * width))
+        return many / few + 0.01 * (width - 1)
+    few, many = (max(read(tokens) + cpu.each * (tokens - 1), tokens / cpu.at_once) for tokens in (rows, rows * width))
     return many / few
 
 

@@ -1,6 +1,7 @@
 """The kernels as functions of arrays. Programs that call them run on CPUs only."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -175,3 +176,47 @@ def commit_delta_net(
     call = jax.ffi.ffi_call("jaxspec_delta_commit", out, vmap_method="sequential", input_output_aliases={0: 0})
     whole = count.astype(jnp.int32), length.astype(jnp.int32)
     return call(state, keys, deltas, decays, nodes, *whole, tiled=np.int64(tiled))
+
+
+class PackedExperts(NamedTuple):
+    """Packed matrices, one for each expert; the arguments of `multiply` with one more axis at the front."""
+
+    values: Array
+    scale: Float[Array, "X O"] | None
+    kind: str
+
+
+def mix_experts(
+    x: Float[Array, "N E"],
+    logits: Float[Array, "N X"],
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    activation: str,
+    per_token: int,
+    width: int,
+    normalise: bool,
+) -> Float[Array, "N E"]:
+    """Computes a mixture of experts; see `jaxspec.models.experts`. The bits of a row do not depend on the other rows.
+
+    Args:
+        x: rows, which are normed already.
+        logits: the logits of the router.
+        gate_up: the gate and up projections of the experts.
+        down: the projections out of them.
+        activation: "silu" or "gelu_tanh".
+        per_token: the number of experts of a row.
+        width: the width of an expert.
+        normalise: whether the weights of a row's experts are scaled to the sum 1.
+    """
+    call = jax.ffi.ffi_call("jaxspec_experts", jax.ShapeDtypeStruct(x.shape, jnp.float32), vmap_method="sequential")
+    matrices = (part for one in (gate_up, down) for part in (one.values, _optional(one.scale)))
+    numbers = {
+        "gate_up_kind": MATRIX_TYPES.index(gate_up.kind),
+        "down_kind": MATRIX_TYPES.index(down.kind),
+        "gate": PREPARATIONS.index(activation),
+        "each": per_token,
+        "width": width,
+        "normalise": normalise,
+    }
+    attributes = {name: np.int64(number) for name, number in numbers.items()}
+    return call(x.astype(jnp.float32), logits.astype(jnp.float32), *matrices, **attributes)

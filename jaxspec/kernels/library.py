@@ -49,6 +49,7 @@ TARGETS = (
     "jaxspec_heads",
     "jaxspec_delta",
     "jaxspec_delta_commit",
+    "jaxspec_experts",
 )
 
 
@@ -92,8 +93,8 @@ def token_cost(params: Params) -> TokenCost:
     sizes = dict.fromkeys(COST_TYPES, 0)
     for leaf in jax.tree.leaves(params):
         name = str(getattr(leaf, "dtype", None))
-        if name == "uint8":  # packed int8 is [O / 16, I / 4, 16, 4], a file's blocks are [O / 16, I / unit, bytes]
-            name = "int8" if leaf.ndim == 4 else "file"
+        if name == "uint8":  # packed int8 is [..., I / 4, 16, 4], a file's blocks are [..., I / unit, bytes]
+            name = "int8" if leaf.shape[-2:] == (16, 4) else "file"
         if name in sizes:
             sizes[name] += leaf.size
     return TOKEN_COSTS[describe_kernels()][max(sizes, key=lambda name: sizes[name])]

@@ -38,6 +38,8 @@ from jaxspec.models.rows import NO_FUSION, Fused
 class Blocks:
     """A packed weight matrix `[O, I]`, or several one below the other, of different types.
 
+    The matrices of a layer's experts are one `Blocks`, whose parts have one more axis at the front.
+
     Attributes:
         parts: the units of each matrix, uint8 `[O / 16, I / unit, bytes]`.
         kinds: the type of each matrix, a key of `BLOCK_KINDS`.
@@ -63,7 +65,7 @@ class Blocks:
         for matrix in matrices:
             for part, kind, number in zip(matrix.parts, matrix.kinds, matrix.outputs):
                 if kinds and kinds[-1] == kind and outputs[-1] % UNIT_OUTPUTS == 0:
-                    parts[-1], outputs[-1] = np.concatenate([parts[-1], part]), outputs[-1] + number
+                    parts[-1], outputs[-1] = np.concatenate([parts[-1], part], axis=-3), outputs[-1] + number
                     continue
                 parts, kinds, outputs = [*parts, part], [*kinds, kind], [*outputs, number]
         return cls(tuple(parts), tuple(kinds), tuple(outputs), matrices[0].inputs)
@@ -92,22 +94,27 @@ class Blocks:
         taken = jnp.concatenate([field.reshape(*field.shape[:2], -1) for field in fields], axis=-1)
         return Blocks((taken,), self.kinds, (len(rows),), self.inputs)
 
-    def unpack(self) -> Float[Array, "O I"]:
+    def unpack(self) -> Float[Array, "*X O I"]:
         """Returns the matrix in float32, equal to the file's."""
-        return jnp.concatenate(
-            [
-                _decode(BLOCK_KINDS[kind], jnp.asarray(part)).reshape(-1, self.inputs)[:outputs]
-                for part, kind, outputs in zip(self.parts, self.kinds, self.outputs)
-            ]
-        )
+        matrices = []
+        for part, kind, outputs in zip(self.parts, self.kinds, self.outputs):
+            decoded = _decode(BLOCK_KINDS[kind], jnp.asarray(part)).reshape(*part.shape[:-3], -1, self.inputs)
+            matrices.append(decoded[..., :outputs, :])
+        return jnp.concatenate(matrices, axis=-2)
 
-    def astype(self, dtype: DTypeLike) -> Float[Array, "O I"]:
+    def astype(self, dtype: DTypeLike) -> Float[Array, "*X O I"]:
         """Returns the matrix in floating point."""
         return self.unpack().astype(dtype)
 
     def product(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns `x @ matrix.T`; the docstring of the module says how the rows of `x` are rounded."""
         return product(x, self, fused)
+
+    def of_experts(self) -> calls.PackedExperts:
+        """Returns the arrays of the experts' matrices, for the kernel."""
+        part, *others = self.parts
+        assert not others, self.kinds
+        return calls.PackedExperts(part, None, self.kinds[0])
 
     def multiply(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns the product that the kernel computes."""

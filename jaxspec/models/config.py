@@ -93,6 +93,11 @@ class Experts:
         if self.per_token > self.count:
             raise InvalidConfig(f"per_token ({self.per_token}) must be at most count ({self.count})")
 
+    @property
+    def active_width(self) -> int:
+        """The number of units that read a token."""
+        return self.per_token * self.width + (self.shared_width or 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

@@ -5,8 +5,10 @@ expert is a gated MLP. A token's output is the sum of the outputs of its experts
 ascending order of the experts' indices: it does not depend on the order of the probabilities, which may be nearly
 equal. Some networks add a shared expert that reads every token.
 
-There are two forms of the same sum:
+There are three forms of the same sum:
 
+- `_with_kernel`: on a CPU, each expert that any token of the call has is read once, and multiplied by the rows that
+  have it. A row's bits do not depend on the other rows.
 - `_with_loop`: a loop over the experts that any token of the call has. Each is read once, and multiplied by all rows.
 - `_grouped`: rows sorted by expert, and XLA's products of groups. It has gradients, and is faster for many rows on
   accelerators.
@@ -25,7 +27,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.mesh import MODEL
-from jaxspec.models.config import EXPERT_MATRICES, Experts
+from jaxspec.core.records import Params
+from jaxspec.core.theory import ExpertReads
+from jaxspec.kernels import calls
+from jaxspec.kernels.library import kernels_available
+from jaxspec.models.config import EXPERT_MATRICES, Experts, ModelConfig
 from jaxspec.models.layers import matmul
 from jaxspec.models.packed import is_packed, unpack_param
 from jaxspec.models.quantized import Quantized
@@ -123,11 +129,19 @@ def _batchable(how: _How) -> Callable[..., Array]:
 
 def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any) -> Array:
     loop = functools.partial(_with_loop, how)
+    if is_packed(gate_up):
+        kernel = functools.partial(_with_kernel, how) if kernels_available() else loop
+        return lax.platform_dependent(rows, logits, gate_up, down, cpu=kernel, default=loop)
     # Beyond this number of rows, most experts are read anyway.
     many = len(rows) * how.sizes.per_token > how.sizes.count
     grouped = many and how.shards == 1 and isinstance(gate_up, jax.Array)
     elsewhere = functools.partial(_grouped, how) if grouped else loop
     return lax.platform_dependent(rows, logits, gate_up, down, cpu=loop, default=elsewhere)
+
+
+def _with_kernel(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
+    sizes, matrices = how.sizes, (gate_up.of_experts(), down.of_experts())
+    return calls.mix_experts(rows, logits, *matrices, how.activation, sizes.per_token, sizes.width, sizes.normalise)
 
 
 def route(sizes: Experts, logits: Float[Array, "N X"]) -> _Routes:
@@ -216,3 +230,25 @@ def _as_array(matrices: Any) -> Float[Array, "X I O"]:
     if isinstance(matrices, Quantized) or is_packed(matrices):
         return matrices.astype(jnp.float32).swapaxes(1, 2)
     return matrices
+
+
+def count_reads(lm: Any, params: Params) -> ExpertReads | None:
+    """Returns what a call of a network reads; None if it has no mixtures of experts.
+
+    Args:
+        lm: the network.
+        params: its parameters.
+    """
+    config = getattr(lm, "config", None)
+    if not isinstance(config, ModelConfig) or config.experts is None:
+        return None
+    all_experts = others = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = {getattr(key, "key", None) for key in path}
+        size = leaf.size * leaf.dtype.itemsize
+        if names & set(EXPERT_MATRICES):
+            all_experts += size
+        elif config.tie_embeddings or "embed" not in names:  # a call reads single rows of the embeddings
+            others += size
+    own = all_experts * config.experts.per_token / config.experts.count
+    return ExpertReads(config.experts.count, config.experts.per_token, own / (own + others))

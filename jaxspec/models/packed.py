@@ -99,8 +99,15 @@ class Packed:
 
     def multiply(self, x: Float[Array, "N J"], fused: Fused = NO_FUSION) -> Float[Array, "N O"]:
         """Returns the product that the kernel computes."""
-        kind = "int8" if self.scale is not None else str(self.values.dtype)
-        return calls.multiply(x, self.values, self.scale, self.outputs, kind, **fused.options())
+        return calls.multiply(x, self.values, self.scale, self.outputs, self._kind, **fused.options())
+
+    @property
+    def _kind(self) -> str:
+        return "int8" if self.scale is not None else str(self.values.dtype)
+
+    def of_experts(self) -> calls.PackedExperts:
+        """Returns the arrays of the experts' matrices, for the kernel."""
+        return calls.PackedExperts(self.values, self.scale, self._kind)
 
 
 Matrix = Quantized | Packed | Blocks

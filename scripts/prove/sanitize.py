@@ -15,7 +15,12 @@ from jaxspec.kernels.library import VARIABLE
 from scripts.prove.mutants import build, prepared
 
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1"
-TESTS = ("tests/kernels/test_kernels.py", "tests/kernels/test_blocks.py", "tests/models/test_delta.py")
+TESTS = (
+    "tests/kernels/test_kernels.py",
+    "tests/kernels/test_blocks.py",
+    "tests/models/test_delta.py",
+    "tests/models/test_experts.py",
+)
 AVAILABLE = "import sys; from jaxspec.kernels import library; sys.exit(not library.kernels_available())"
 PROCESSORS = ("AVX-512 with BF16 and VNNI", "AVX-512", "AVX2")
 

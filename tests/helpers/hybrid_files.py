@@ -1,4 +1,4 @@
-"""GGUF files of tiny random models with Gated DeltaNet, as llama.cpp's converter writes them."""
+"""GGUF files of tiny random models with Gated DeltaNet or experts, as llama.cpp's converter writes them."""
 
 import gguf
 import numpy as np
@@ -30,6 +30,12 @@ TENSORS = {
     "linear_attn.conv1d.weight": "ssm_conv1d.weight",
     "linear_attn.norm.weight": "ssm_norm.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.shared_expert.gate_proj.weight": "ffn_gate_shexp.weight",
+    "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
+    "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
 }
 """The names in GGUF files, by llama.cpp's conversion/qwen.py and src/models/qwen35.cpp."""
 NEXTN = {
@@ -48,8 +54,15 @@ def tiled(array, sizes: DeltaSizes, first: int = 0, axis: int = 0):
     return np.moveaxis(np.concatenate([head, each.swapaxes(0, 1).reshape(values.shape)]), 0, axis)
 
 
-def in_gguf(name: str, array: np.ndarray, sizes: DeltaSizes) -> np.ndarray:
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
+
+
+def in_gguf(name: str, array: np.ndarray, sizes: DeltaSizes | None) -> np.ndarray:
     """Returns a tensor as the converter writes it."""
+    if name.endswith("shared_expert_gate.weight"):
+        array = array[0]
+    if sizes is None:
+        return array
     if (name in NEXTN and name != "mtp.fc.weight") or (name.endswith("norm.weight") and "linear_attn" not in name):
         array = array + 1
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
@@ -76,45 +89,64 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
     golden = golden or GOLDEN[case]
     settings, shapes = golden["settings"], golden["shapes"]
     config, _ = read_config("config.json", settings)
-    sizes = not_none(config.delta)
-    writer = gguf.GGUFWriter(path, "qwen35")
+    sizes, experts = config.delta, config.experts
+    architecture = ARCHITECTURES[settings["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture)
     entries = {
         "context_length": 256,
         "embedding_length": config.hidden_size,
-        "block_count": config.num_layers + 1,
-        "nextn_predict_layers": 1,
-        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_layers,
         "attention.head_count": config.num_heads,
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "rope.dimension_count": config.rope.width,
-        "full_attention_interval": 4,
-        "ssm.conv_kernel": sizes.taps,
-        "ssm.state_size": sizes.key_width,
-        "ssm.group_count": sizes.key_heads,
-        "ssm.time_step_rank": sizes.value_heads,
-        "ssm.inner_size": sizes.values,
     }
+    if sizes is not None:
+        entries |= {
+            "block_count": config.num_layers + 1,
+            "nextn_predict_layers": 1,
+            "rope.dimension_count": not_none(config.rope.width),
+            "full_attention_interval": 4,
+            "ssm.conv_kernel": sizes.taps,
+            "ssm.state_size": sizes.key_width,
+            "ssm.group_count": sizes.key_heads,
+            "ssm.time_step_rank": sizes.value_heads,
+            "ssm.inner_size": sizes.values,
+        }
+    if experts is None:
+        entries["feed_forward_length"] = config.intermediate_size
+    else:
+        entries |= {
+            "expert_count": experts.count,
+            "expert_used_count": experts.per_token,
+            "expert_feed_forward_length": experts.width,
+            "expert_shared_feed_forward_length": experts.shared_width or 0,
+        }
     for key, value in (entries | (metadata or {})).items():
-        writer.add_uint32(f"qwen35.{key}", value)
-    writer.add_float32("qwen35.rope.freq_base", 1e7)
-    writer.add_float32("qwen35.attention.layer_norm_rms_epsilon", 1e-6)
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_float32(f"{architecture}.rope.freq_base", config.rope.theta)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.norm_eps)
     names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     found = {}
     for name, shape in shapes.items():
         if name.startswith("model.layers."):
             layer, part = name.removeprefix("model.layers.").split(".", 1)
-            file = f"blk.{layer}.{TENSORS[part]}"
+            if part == "mlp.experts.gate_up_proj":
+                halves = np.split(random_tensor(case, name, shape), 2, axis=1)
+                found |= {f"blk.{layer}.ffn_{kind}_exps.weight": half for kind, half in zip(("gate", "up"), halves)}
+                continue
+            plain = sizes is None and part == "post_attention_layernorm.weight"
+            file = f"blk.{layer}.{'ffn_norm.weight' if plain else TENSORS[part]}"
         elif name.startswith("mtp."):
             file = f"blk.{config.num_layers}.{NEXTN.get(name) or TENSORS[name.removeprefix('mtp.layers.0.')]}"
         else:
             file = names.get(name, "output.weight")
         found[file] = in_gguf(name, random_tensor(case, name, shape), sizes)
-    found.setdefault(f"blk.{config.num_layers}.nextn.eh_proj.weight", np.zeros((4, 8), np.float32))
+    if sizes is not None:
+        found.setdefault(f"blk.{config.num_layers}.nextn.eh_proj.weight", np.zeros((4, 8), np.float32))
     for name, array in (found | (tensors or {})).items():
         array = np.ascontiguousarray(array, np.float32)
-        kind = next((kind for end, kind in (types or {}).items() if name.endswith(end) and array.ndim == 2), None)
+        kind = next((kind for end, kind in (types or {}).items() if name.endswith(end) and array.ndim > 1), None)
         data = array if kind is None else gguf.quants.quantize(array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()

@@ -1,5 +1,7 @@
 """Small networks with mixtures of experts."""
 
+import dataclasses
+
 import jax
 
 from helpers.toys import lively, noisy
@@ -22,4 +24,14 @@ CONFIG = ModelConfig(
 LM = TransformerLM(CONFIG)
 PARAMS = lively(LM.init_params(jax.random.key(0)))
 DRAFT = noisy(PARAMS, 1, 0.05)
-HYBRID = {"out_gate": True, "delta": DeltaSizes(2, 4, 16, 16), "recurrent": (True, False, True)}
+HYBRID = TransformerLM(
+    dataclasses.replace(CONFIG, out_gate=True, delta=DeltaSizes(2, 4, 16, 16), recurrent=(True, False, True))
+)
+ON_FOUR = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from helpers import hybrids, moe
+from jaxspec.models.quantized import quantize
+params = [quantize(p) if sys.argv[2] == "int8" else p for p in (moe.PARAMS, moe.DRAFT)]
+print(json.dumps(hybrids.on_four(moe.LM, *params)))
+"""

@@ -17,7 +17,7 @@ from jaxspec import Sampling
 from jaxspec.core.topology import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.kernels import library
 from jaxspec.models.block_kinds import BLOCK_KINDS
-from jaxspec.models.config import DeltaSizes, ModelConfig, is_table
+from jaxspec.models.config import DeltaSizes, Experts, ModelConfig, is_table
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.quantized import quantize
 from jaxspec.models.transformer import TransformerLM
@@ -36,7 +36,14 @@ HYBRID = dataclasses.replace(
     delta=DeltaSizes(2, 4, 12, 20),
     recurrent=(True, True, False, True),
 )
-DTYPES = ("float32", "bfloat16", "int8", "file", "hybrid float32", "hybrid bfloat16", "hybrid int8")
+SPARSE = dataclasses.replace(
+    CONFIG, num_layers=3, experts=Experts(7, 2, 36, shared_width=20), sparse=(True, False, True)
+)
+CONFIGS = {"hybrid": HYBRID, "sparse": SPARSE}
+DTYPES = (
+    *("float32", "bfloat16", "int8", "file"),
+    *(f"{kind} {dtype}" for kind in CONFIGS for dtype in ("float32", "bfloat16", "int8")),
+)
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2, 3], [7, 8, 9, 7, 8], list(range(1, 40))]
 TEMPERATURE = np.array([0.8, 0.0, 0.8], np.float32)
 DRAFTERS: dict[str, Topology | Dynamic] = {
@@ -54,7 +61,7 @@ DRAFTERS: dict[str, Topology | Dynamic] = {
 def model(dtype: str, seed: int, draft: float = 0.0) -> jaxspec.Model:
     """Returns a toy on the kernels, or one that drafts for it."""
     kind, dtype = dtype.split()[:-1], dtype.split()[-1]
-    config = HYBRID if kind else WIDE if dtype == "file" else CONFIG
+    config = CONFIGS[kind[0]] if kind else WIDE if dtype == "file" else CONFIG
     lm = TransformerLM(config, dtype if dtype == "bfloat16" else "float32")
     params = noisy(lm.init_params(jax.random.key(seed)), seed, 0.1)
     if dtype == "file":
@@ -115,7 +122,7 @@ def check(dtype: str, name: str, tree: Topology | Dynamic, seed: int) -> None:
 
 
 PAIRS = [(dtype, name) for name in DRAFTERS for dtype in DTYPES]
-FAST = {("int8", "prompt-lookup"), ("hybrid bfloat16", "model")}
+FAST = {("int8", "prompt-lookup"), ("hybrid bfloat16", "model"), ("sparse int8", "model")}
 """The other pairs are slow."""
 
 

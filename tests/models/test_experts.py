@@ -10,8 +10,9 @@ import pytest
 
 from helpers.moe import CONFIG, LM
 from jaxspec.errors import InvalidConfig
+from jaxspec.kernels import calls, library
 from jaxspec.models import experts
-from jaxspec.models.config import Experts, ModelConfig
+from jaxspec.models.config import EXPERT_MATRICES, Experts, ModelConfig
 from jaxspec.models.exact import resolve_exact
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import ExpertParams, feed
@@ -171,3 +172,29 @@ def test_layers_are_dense_or_sparse_as_the_config_says():
     assert ["gate_up" in layer for layer in shapes] == [False, True, False]
     all_sparse: ModelConfig = dataclasses.replace(CONFIG, sparse=())
     assert all("experts_down" in all_sparse.layer_shapes(i) for i in range(3))
+
+
+@pytest.mark.skipif(not library.kernels_available(), reason=library.describe_kernels())
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_with_the_kernel_no_row_depends_on_another(kind):
+    """Also with equal logits, and beside rows that are not finite. The sizes are no multiples of 16."""
+    sizes = Experts(9, 4, 37, normalise=kind != "int8")
+    params, rows = random_params(11, sizes), rows_of(12, 1, 70)
+    packed = pack_params(quantize(params) if kind == "int8" else {k: v.astype(kind) for k, v in params.items()})
+    logits = np.array(np.random.default_rng(13).integers(0, 4, (70, 9)), np.float32)
+    logits[5, 3], logits[6, 0] = np.nan, np.inf
+    matrices = [packed[name].of_experts() for name in EXPERT_MATRICES]
+
+    @jax.jit
+    def call(x, logits):
+        return calls.mix_experts(x, logits, matrices[0], matrices[1], "silu", 4, 37, sizes.normalise)
+
+    whole = np.asarray(call(rows[0], logits))
+    assert np.isnan(whole[[5, 6]]).all()
+    assert np.isfinite(np.delete(whole, [5, 6], 0)).all()
+    for start, count in ((0, 1), (7, 1), (3, 4), (20, 9), (5, 33)):
+        part = slice(start, start + count)
+        np.testing.assert_array_equal(call(rows[0, part], logits[part]), whole[part])
+    exact = [packed[name].astype(jnp.float32).swapaxes(-1, -2) for name in EXPERT_MATRICES]
+    expected = experts._grouped(experts._How(sizes, "silu", 1), rows[0, 7:], jnp.asarray(logits[7:]), *exact)
+    np.testing.assert_allclose(whole[7:], expected, atol=1e-5 if kind == "float32" else 0.1)

@@ -270,6 +270,132 @@ ffi::Error delta_commit(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> state, ffi::
   return ffi::Error::Success();
 }
 
+// The items of one part of a computation, which threads claim one after another. A thread leaves when all items are done.
+struct Stage {
+  std::atomic<long> next{0}, done{0};
+  template <class F>
+  void run(long count, F&& item) {
+    for (long i; (i = next.fetch_add(1)) < count; done.fetch_add(1, std::memory_order_release)) item(i);
+    wait(count);
+  }
+  // Threads that have not started have not claimed anything.
+  void wait(long count) {
+    while (done.load(std::memory_order_acquire) < count) rest();
+  }
+};
+
+// The packed matrices of all experts, and the rows that they multiply: the rows of each expert are side by side.
+struct ExpertMatrices {
+  const Type type;
+  const char* const weights;
+  const float* const scale;
+  const long outputs, width, padded, blocks, stride, parts;
+  const std::unique_ptr<char[]> values;
+  const std::unique_ptr<Rounded[]> rounded;
+
+  ExpertMatrices(Type type, const ffi::AnyBuffer& weights, const ffi::Buffer<ffi::F32>& scale, long outputs, long width,
+                 long rows)
+      : type(type), weights((const char*)weights.untyped_data()), scale(given(scale)), outputs(outputs), width(width),
+        padded(up(width, type >= Type::kInt8 ? 32 : type == Type::kBFloat16 ? 2 : 1)), blocks((outputs + 15) / 16),
+        stride(kernels()->stride(type, padded)), parts(type >= Type::kInt8 ? padded / 32 : 0),
+        values(new char[rows * row_bytes()]), rounded(new Rounded[rows * parts]) {}
+
+  long row_bytes() const { return padded * kernels()->bytes(type); }
+  bool fits(const ffi::AnyBuffer& given, const ffi::Buffer<ffi::F32>& factors, long experts) const {
+    return (long)given.size_bytes() == experts * blocks * stride &&
+           (type != Type::kInt8 || (long)factors.element_count() == experts * outputs);
+  }
+  // Writes a row, in the type that the matrices are multiplied with.
+  void put(long slot, const float* x) const {
+    char* to = values.get() + slot * row_bytes();
+    if (type == Type::kFloat32) std::copy(x, x + width, (float*)to);
+    else kernels()->round(type, x, width, padded, to, rounded.get() + slot * parts);
+  }
+  void copy(long from, long to) const {
+    std::copy(values.get() + from * row_bytes(), values.get() + (from + 1) * row_bytes(), values.get() + to * row_bytes());
+    std::copy(rounded.get() + from * parts, rounded.get() + (from + 1) * parts, rounded.get() + to * parts);
+  }
+  // Multiplies the rows of an expert, which begin at `slot`, with blocks of its matrix.
+  void multiply(long expert, long slot, long rows, float* out, long from, long to) const {
+    const Product product{weights + expert * blocks * stride, scale ? scale + expert * outputs : nullptr,
+                          out + slot * outputs, rows, outputs, padded, values.get() + slot * row_bytes(),
+                          rounded.get() + slot * parts, nullptr, nullptr};
+    kernels()->multiply(type, product, from, to);
+  }
+};
+
+// Computes a mixture of experts. The router's logits of N rows are [N, X]; the matrices of the experts are packed [2 I, E] and
+// [E, I]. Each expert that any row has is read once, and multiplies the rows that have it.
+ffi::Error experts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> logits, ffi::AnyBuffer gate_up,
+                   ffi::Buffer<ffi::F32> gate_up_scale, ffi::AnyBuffer down, ffi::Buffer<ffi::F32> down_scale,
+                   ffi::ResultBuffer<ffi::F32> out, int64_t gate_up_kind, int64_t down_kind, int64_t gate, int64_t each,
+                   int64_t width, int64_t normalise) {
+  const auto is_type = [](int64_t kind) { return kind >= 0 && kind < (long)Type::kCount; };
+  if (!is_type(gate_up_kind) || !is_type(down_kind)) return ffi::Error::InvalidArgument("there is no such type of weights");
+  const Preparation activation = (Preparation)gate;
+  if (activation != Preparation::kSilu && activation != Preparation::kGelu)
+    return ffi::Error::InvalidArgument("experts need a gate");
+  const long rows = x.dimensions()[0], hidden = x.dimensions()[1], count = logits.dimensions()[1], slots = rows * each;
+  if (each < 1 || each > count) return ffi::Error::InvalidArgument("a row has 1 to all of the experts");
+  const ExpertMatrices first((Type)gate_up_kind, gate_up, gate_up_scale, 2 * width, hidden, slots);
+  const ExpertMatrices second((Type)down_kind, down, down_scale, hidden, width, slots);
+  if (!first.fits(gate_up, gate_up_scale, count) || !second.fits(down, down_scale, count))
+    return ffi::Error::InvalidArgument("the weights do not have the size that packing gives them");
+  const std::unique_ptr<float[]> weights(new float[slots]), both(new float[slots * 2 * width]), parts(new float[slots * hidden]);
+  const std::unique_ptr<int[]> chosen(new int[slots]), places(new int[slots]);  // of each row: experts, and their slots
+  const std::unique_ptr<long[]> starts(new long[count + 1]), used(new long[count]);
+  std::unique_ptr<Shares> shares[2];
+  long number = 0;  // of experts in use
+  Stage route, group, round, gates, sums, products[2];
+  const long threads = slots * first.blocks * first.stride < kLeast ? 1 : pool.num_threads();
+  in_parallel(pool, threads, [&](long thread) {
+    route.run(rows, [&](long row) {
+      kernels()->route(logits.typed_data() + row * count, count, each, normalise, chosen.get() + row * each,
+                       weights.get() + row * each);
+    });
+    group.run(1, [&](long) {
+      std::fill(starts.get(), starts.get() + count + 1, 0L);
+      for (long i = 0; i < slots; i++) starts[chosen[i] + 1]++;
+      for (long expert = 0; expert < count; expert++) {
+        if (starts[expert + 1]) used[number++] = expert;
+        starts[expert + 1] += starts[expert];
+      }
+      const std::unique_ptr<long[]> next(new long[count]);
+      std::copy(starts.get(), starts.get() + count, next.get());
+      for (long i = 0; i < slots; i++) places[i] = (int)next[chosen[i]]++;
+      shares[0].reset(new Shares(number * first.blocks, threads));
+      shares[1].reset(new Shares(number * second.blocks, threads));
+    });
+    round.run(rows, [&](long row) {
+      const int* to = places.get() + row * each;
+      first.put(to[0], x.typed_data() + row * hidden);
+      for (long j = 1; j < each; j++) first.copy(to[0], to[j]);
+    });
+    const auto multiply = [&](const ExpertMatrices& matrices, long which, float* to) {
+      for (long from, end; shares[which]->take(thread, from, end); products[which].done.fetch_add(end - from))
+        for (long at = from, last; at < end; at = last) {
+          const long expert = used[at / matrices.blocks], start = at / matrices.blocks * matrices.blocks;
+          last = std::min(end, start + matrices.blocks);
+          const long slot = starts[expert], size = starts[expert + 1] - slot;
+          matrices.multiply(expert, slot, size, to, at - start, last - start);
+        }
+      products[which].wait(number * matrices.blocks);
+    };
+    multiply(first, 0, both.get());
+    const std::unique_ptr<float[]> memory(new float[width]);
+    gates.run(slots, [&](long slot) {
+      kernels()->prepare(activation, both.get() + slot * 2 * width, nullptr, 0, memory.get(), width);
+      second.put(slot, memory.get());
+    });
+    multiply(second, 1, parts.get());
+    sums.run(rows, [&](long row) {
+      kernels()->add_experts(parts.get(), places.get() + row * each, weights.get() + row * each, each,
+                             out->typed_data() + row * hidden, hidden);
+    });
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 extern "C" const char* jaxspec_processor() { return kernels() ? kernels()->name : nullptr; }
@@ -355,3 +481,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_delta_commit, delta_commit,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("tiled"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_experts, experts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("gate_up_kind")
+                                  .Attr<int64_t>("down_kind")
+                                  .Attr<int64_t>("gate")
+                                  .Attr<int64_t>("each")
+                                  .Attr<int64_t>("width")
+                                  .Attr<int64_t>("normalise"));

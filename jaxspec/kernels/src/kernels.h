@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "delta.h"
+#include "experts.h"
 #include "products.h"
 #include "rows.h"
 #include "table.h"
@@ -68,4 +69,4 @@ bool supported() { return SUPPORTED; }
 
 extern const Kernels TABLE;
 const Kernels TABLE = {NAME, supported, stride, bytes, prepare, round, multiply, attend, rms_norm, head,
-                       delta_token, delta_head, delta_commit};
+                       delta_token, delta_head, delta_commit, route, add_experts};

@@ -57,6 +57,8 @@ struct Kernels {
   void (*delta_token)(const DeltaCall&, long b, long t, const float* taps, float* memory);
   void (*delta_head)(const DeltaCall&, long b, long h);
   void (*delta_commit)(const DeltaCommit&, long b, long h);
+  void (*route)(const float* logits, long count, long each, bool normalise, int* chosen, float* weights);
+  void (*add_experts)(const float* rows, const int* indices, const float* weights, long each, float* out, long width);
 };
 
 struct AttentionCall {
