@@ -18,7 +18,7 @@ from jaxspec.core.drafter import Drafter, DrafterInputs, require_drafter
 from jaxspec.core.records import Params
 from jaxspec.core.rule import Rule
 from jaxspec.core.schedule import Constant, Schedule
-from jaxspec.core.theory import assumed_cost
+from jaxspec.core.theory import ExpertReads, assumed_cost
 from jaxspec.core.topology import Dynamic, Topology, as_topology, chain, read_parents
 from jaxspec.core.tree import TreeShape
 from jaxspec.decode.loop import Decoder
@@ -31,6 +31,7 @@ from jaxspec.heads.files import load_heads
 from jaxspec.heads.network import DraftHeads, check_heads
 from jaxspec.kernels.library import token_cost
 from jaxspec.models.columns import gather
+from jaxspec.models.experts import count_reads
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import follow_platform
 from jaxspec.registry import DRAFTER, SCHEDULES, find
@@ -188,9 +189,9 @@ class Drafting(DraftingOptions):
             fallback = dataclasses.replace(self, tree=chain(drafter.shape.depth))  # a rule for chains gets a chain
             drafter, draft_params = fallback.build_drafter(target)
         if schedule is None:
-            schedule = default_schedule(drafter, target.params)
+            schedule = default_schedule(drafter, target.params, count_reads(target.lm, target.params))
         elif isinstance(schedule, str) and schedule == "best-width":
-            schedule = BestWidth(cpu=token_cost(target.params))
+            schedule = BestWidth(cpu=token_cost(target.params), experts=count_reads(target.lm, target.params))
         schedule = make_schedule(schedule)
         decoder = Decoder(target.lm, drafter, rule, schedule, **options)
         weights = Weights(target.params, draft_params)
@@ -285,19 +286,28 @@ def _takes(rule: Rule, shape: TreeShape) -> bool:
     return True
 
 
-def default_schedule(drafter: Drafter, target: Params) -> Schedule:
+def default_schedule(drafter: Drafter, target: Params, experts: ExpertReads | None = None) -> Schedule:
     """Returns the default schedule of a drafter, for a target with these parameters.
 
     A drafter that asks how many of its best nodes to propose drafts the most profitable number of nodes. Any other
     drafter that draws its tokens always drafts its whole tree. All other drafters copy tokens: they draft a few tokens
     at first, and a whole window after accepted tokens. Their loss budget allows at least two rejected whole windows.
+
+    In a target with mixtures of experts, each token of a window reads experts of its own. A drafter that draws a chain
+    of tokens then drafts as deep as its accepted tokens pay for.
+
+    Args:
+        drafter: the drafter.
+        target: the parameters of the target.
+        experts: what a call of the target reads, if it has mixtures of experts.
     """
     nodes, tokens = drafter.shape.nodes, token_cost(target)
     if nodes > 1 and drafter.needs.node_count:
-        return BestWidth(cpu=tokens)
-    if nodes == 1 or drafter.draws:
+        return BestWidth(cpu=tokens, experts=experts)
+    is_chain = drafter.shape.depth == nodes - 1
+    if nodes == 1 or (drafter.draws and not (experts is not None and is_chain)):
         return Constant()
     widths = tuple(width for width in BestWidth.widths if 1 < width < nodes)
     compiled = [next(width for width in (*widths, nodes) if width > depth) for depth in range(1, nodes)]
-    costs = (1.0, *(assumed_cost(width, tokens) for width in compiled))
+    costs = (1.0, *(assumed_cost(width, tokens, 1, experts) for width in compiled))
     return Adaptive(costs=costs, loss_budget=max(Adaptive.loss_budget, 2 * (costs[-1] - 1)), widths=widths)

@@ -40,6 +40,7 @@ _EARLIER_NAMES = {
 LATER_FIELDS = {
     "jaxspec.models.config.ModelConfig": ("out_gate", "delta", "recurrent", "experts", "sparse"),
     "jaxspec.heads.eagle_config.EagleConfig": ("pair_norms",),
+    "jaxspec.schedules.best_width.BestWidth": ("experts",),
 }
 """Fields that classes got after results files and manifests of training were written. With its default, such a field
 is not described."""

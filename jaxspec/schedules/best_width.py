@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.checks import number
+from jaxspec.core.checks import number, whole
 from jaxspec.core.records import RoundResult
 from jaxspec.core.schedule import check_widths
-from jaxspec.core.theory import XLA_TOKEN_COST, TokenCost, assumed_cost
+from jaxspec.core.theory import XLA_TOKEN_COST, ExpertReads, TokenCost, assumed_cost
 from jaxspec.core.tree import TreeShape
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.schedules._balance import MAX_COST, affordable, settle
@@ -58,12 +58,15 @@ class BestWidth:
             accelerators are those of `jaxspec.core.theory.assumed_cost`.
         loss_budget: what a row may lose to plain decoding at the start, in plain rounds.
         loss_per_token: what a row may lose in addition for each emitted token, in plain rounds.
+        experts: what a call of a target with mixtures of experts reads (`jaxspec.models.experts.count_reads`), as a
+            tuple of the fields of `jaxspec.core.theory.ExpertReads`; None for a target without experts.
     """
 
     widths: tuple[int, ...] = (1, 4, 8)
     cpu: TokenCost = XLA_TOKEN_COST
     loss_budget: float = 0.03
     loss_per_token: float = 0.03
+    experts: ExpertReads | None = None
 
     def __post_init__(self):
         check_widths(self.widths)
@@ -72,6 +75,8 @@ class BestWidth:
         each, at_once = self.cpu
         cpu = TokenCost(number("cpu.each", each, 0, 1), number("cpu.at_once", at_once, 1))
         object.__setattr__(self, "cpu", cpu)
+        if self.experts is not None:
+            object.__setattr__(self, "experts", _checked_experts(self.experts))
         for name in ("loss_budget", "loss_per_token"):
             object.__setattr__(self, name, number(name, getattr(self, name), 0, MAX_COST))
 
@@ -120,7 +125,16 @@ class BestWidth:
     def _costs(self, choices: np.ndarray, rows: int) -> Float[Array, "C"]:
         """Returns the assumed costs of rounds of these widths, in plain rounds."""
         cpu, other = (
-            np.array([assumed_cost(width, cost, rows) for width in choices.tolist()], np.float32)
+            np.array([assumed_cost(width, cost, rows, self.experts) for width in choices.tolist()], np.float32)
             for cost in (self.cpu, None)
         )
         return lax.platform_dependent(cpu=lambda: jnp.asarray(cpu), default=lambda: jnp.asarray(other))
+
+
+def _checked_experts(experts: object) -> ExpertReads:
+    if not isinstance(experts, tuple) or len(experts) != 3:
+        raise InvalidConfig(f"experts must be None or three numbers, such as (128, 8, 0.6), got {shown(experts)}")
+    total, each, share = experts
+    if whole("experts.per_token", each, 1) > whole("experts.total", total, 1):
+        raise InvalidConfig(f"experts.per_token must be at most experts.total, got {shown(experts)}")
+    return ExpertReads(total, each, number("experts.share", share, 0, 1))

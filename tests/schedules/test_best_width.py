@@ -8,17 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import costs
+import jaxspec
+from helpers import costs, moe
+from helpers.narrow import instance, not_none
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import RoundResult
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.schedule import Constant
-from jaxspec.core.theory import XLA_TOKEN_COST, TokenCost, assumed_cost
+from jaxspec.core.theory import XLA_TOKEN_COST, ExpertReads, TokenCost, assumed_cost
 from jaxspec.core.topology import chain
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.kernels.library import TOKEN_COSTS
+from jaxspec.models.experts import count_reads
+from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.best_width import BestWidth, WidthState
 
 SURE, HOPELESS = np.zeros(15), np.full(15, -np.inf)
@@ -138,3 +142,40 @@ def test_a_file_of_drafting_keeps_it(tmp_path):
     assert found == made
     assert isinstance(found.schedule, BestWidth)
     assert isinstance(found.schedule.cpu, TokenCost)
+
+
+def test_experts_make_width_dear():
+    """The expected distinct experts of n tokens, at the shapes of layers of Qwen3-30B-A3B and Qwen3.5-35B-A3B."""
+    attention, expert = 2048 * (4096 + 2 * 512) + 4096 * 2048, 3 * 2048 * 768
+    reads = ExpertReads(128, 8, 8 * expert / (attention + 8 * expert))
+    widths = (1, 2, 4, 8, 16, 32, 64)
+    assert [round(reads.expected(n), 1) for n in widths] == [8, 15.5, 29.1, 51.6, 82.4, 111.8, 125.9]
+    costs = [reads.cost(n) for n in widths]
+    np.testing.assert_allclose(costs, [1, 1.62, 2.76, 4.6, 7.2, 9.6, 10.8], rtol=0.02)
+    for cpu in (TokenCost(0.015, 11.0), None):
+        with_experts = [assumed_cost(n, cpu, 1, reads) for n in widths]
+        assert with_experts[0] == 1
+        assert all(np.diff(with_experts) > 0)
+        np.testing.assert_allclose(with_experts, costs, rtol=0.12)
+        # In a large batch, every expert is read anyway.
+        assert assumed_cost(4, cpu, 64, reads) < assumed_cost(4, cpu, 1, reads) / (1 if cpu else 2)
+    assert assumed_cost(8, TokenCost(0.015, 11.0), 1, ExpertReads(1, 1, 0.5)) == assumed_cost(8, TokenCost(0.015, 11.0))
+
+
+def test_the_schedule_of_a_target_with_experts_knows_them():
+    reads = count_reads(moe.LM, moe.PARAMS)
+    sizes = not_none(moe.CONFIG.experts)
+    assert reads is not None
+    layers, own = sum(moe.CONFIG.sparse), 3 * 48 * sizes.width * sizes.per_token
+    whole = sum(a.size for a in jax.tree.leaves(moe.PARAMS)) - moe.PARAMS["embed"].size
+    expected = layers * own / (whole - layers * 3 * 48 * sizes.width * (sizes.count - sizes.per_token))
+    assert reads.share == pytest.approx(expected)
+    decoder, _ = Drafting("prompt-lookup").build(jaxspec.Model(moe.LM, moe.PARAMS))
+    assert instance(BestWidth, decoder.schedule).experts == reads
+    draft = jaxspec.Model(moe.LM, moe.DRAFT)
+    decoder, _ = Drafting("model", draft=draft, tree=jaxspec.chain(4)).build(jaxspec.Model(moe.LM, moe.PARAMS))
+    costs = instance(Adaptive, decoder.schedule).costs
+    assert costs[4] > assumed_cost(5, TokenCost(0.015, 11.0)) + 0.3
+    for wrong in ((8, 9, 0.5), (8, 2), (8, 2, 1.5), "experts"):
+        with pytest.raises(InvalidConfig, match="experts"):
+            BestWidth(experts=wrong)  # pyright: ignore[reportArgumentType]
