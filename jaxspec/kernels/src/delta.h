@@ -17,7 +17,8 @@
 
 namespace {
 
-constexpr long kColumns = 8 * kLanes;  // the columns whose sums fit into registers
+constexpr long kColumns = 8 * kLanes;      // the columns whose sums fit into registers
+constexpr long kTreeColumns = 4 * kLanes;  // the columns of states of a tree that fit into the first-level cache
 
 // Calls a function for parts of a row: with the place of the first lane, and the number of lanes' values.
 template <class F>
@@ -25,13 +26,40 @@ inline void by_lanes(long width, F&& function) {
   for (long i = 0; i < width; i += kLanes) function(i, std::min(kLanes, width - i));
 }
 
-// Calls a function for groups of columns: with the first column, their number, and the number of lanes as a constant.
+// A part of a row: the number of values in its last lanes, which is a constant if these lanes are whole.
+using Whole = std::integral_constant<long, kLanes>;
+
+// Calls a function for groups of columns: with the first column, the number of lanes as a constant, and how many values the
+// last lanes have.
 template <class F>
 inline void by_columns(long width, F&& function) {
   for (long first = 0; first < width; first += kColumns) {
     const long count = std::min(kColumns, width - first);
-    together<kColumns / kLanes>((count + kLanes - 1) / kLanes, [&](auto number) { function(first, count, number); });
+    together<kColumns / kLanes>((count + kLanes - 1) / kLanes, [&](auto number) {
+      const long last = count - (number.value - 1) * kLanes;
+      if (last == kLanes) function(first, number, Whole());
+      else function(first, number, last);
+    });
   }
+}
+
+// Loads or stores lanes `j` of N, of which only the last may be a part.
+template <int N>
+inline Lanes load(const float* at, int j, Whole) {
+  return load(at + j * kLanes);
+}
+template <int N>
+inline Lanes load(const float* at, int j, long last) {
+  return j == N - 1 ? load(at + j * kLanes, last) : load(at + j * kLanes);
+}
+template <int N>
+inline void store(float* at, int j, Lanes x, Whole) {
+  store(at + j * kLanes, x);
+}
+template <int N>
+inline void store(float* at, int j, Lanes x, long last) {
+  if (j == N - 1) store(at + j * kLanes, x, last);
+  else store(at + j * kLanes, x);
 }
 
 inline float squares(const float* x, long width) {
@@ -81,55 +109,69 @@ void delta_token(const DeltaCall& c, long b, long t, const float* taps, float* m
   }
 }
 
-// Adds an entry to a state: to = fading * from + key * delta. `from` and `to` may be the same.
-inline void delta_add(const float* from, float* to, float fading, const float* key, const float* delta, long rows, long width) {
-  by_columns(width, [&](long first, long count, auto number) {
+// Columns of a state, whose rows are `stride` apart.
+template <class T>
+struct Columns {
+  T* at;
+  long stride;
+};
+
+// Adds an entry to some columns of a state: to = fading * from + key * delta. `from` and `to` may be the same.
+inline void delta_add(Columns<const float> from, Columns<float> to, float fading, const float* key, const float* delta,
+                      long rows, long width) {
+  by_columns(width, [&](long first, auto number, auto last) {
     constexpr int N = number.value;
     Lanes change[N];
-    for (int j = 0; j < N; j++) change[j] = load(delta + first + j * kLanes, std::min(kLanes, count - j * kLanes));
-    for (long row = 0; row < rows; row++)
-      for (int j = 0; j < N; j++) {
-        const long at = row * width + first + j * kLanes, part = std::min(kLanes, count - j * kLanes);
-        store(to + at, fma(splat(key[row]), change[j], load(from + at, part) * splat(fading)), part);
-      }
+    for (int j = 0; j < N; j++) change[j] = load<N>(delta + first, j, last);
+    const Lanes fade = splat(fading);
+    for (long row = 0; row < rows; row++) {
+      const float* old = from.at + row * from.stride + first;
+      float* changed = to.at + row * to.stride + first;
+      const Lanes k = splat(key[row]);
+      for (int j = 0; j < N; j++) store<N>(changed, j, fma(k, change[j], load<N>(old, j, last) * fade), last);
+    }
   });
 }
 
-// Computes what a key and a query read of a state.
-inline void delta_read(const float* state, const float* key, const float* query, float* of_key, float* of_query, long rows,
-                       long width) {
-  by_columns(width, [&](long first, long count, auto number) {
+// Computes what a key and a query read of some columns of a state.
+inline void delta_read(Columns<const float> state, const float* key, const float* query, float* of_key, float* of_query,
+                       long rows, long width) {
+  by_columns(width, [&](long first, auto number, auto last) {
     constexpr int N = number.value;
     Lanes a[N], b[N];
     for (int j = 0; j < N; j++) a[j] = b[j] = zeros();
     for (long row = 0; row < rows; row++) {
       const Lanes k = splat(key[row]), q = splat(query[row]);
       for (int j = 0; j < N; j++) {
-        const Lanes s = load(state + row * width + first + j * kLanes, std::min(kLanes, count - j * kLanes));
+        const Lanes s = load<N>(state.at + row * state.stride + first, j, last);
         a[j] = fma(s, k, a[j]);
         b[j] = fma(s, q, b[j]);
       }
     }
     for (int j = 0; j < N; j++) {
-      const long at = first + j * kLanes, part = std::min(kLanes, count - j * kLanes);
-      store(of_key + at, a[j], part);
-      store(of_query + at, b[j], part);
+      store<N>(of_key + first, j, a[j], last);
+      store<N>(of_query + first, j, b[j], last);
     }
   });
 }
 
 // One head of one row, in the memory of one thread. There are no standard containers; see `Scratch`.
+//
+// The columns of a state do not depend on each other. A tree is therefore run once for every few columns, whose states
+// stay in the first-level cache. A single token reads its state once, and takes all columns together.
 struct DeltaHead {
   const DeltaCall& c;
-  const long b, h, at, key_head, size;
+  const long b, h, at, key_head, columns, size;
   long *parent, *first_child, *last_child, *next, *level;  // of each token of the window; -1 for none
-  float *of_key, *of_query, *states;                       // `states` has a state for each level of branches
+  float *of_key, *of_query, *fading, *near, *states;       // `states` has columns of a state for each level of branches
+  long first, count;                                       // the columns at work
 
   // Finds the tree of a window's new tokens, and the level of each token: the number of branches above it.
   DeltaHead(const DeltaCall& c, long b, long h)
       : c(c), b(b), h(h), at(b * c.value_heads + h),
         key_head(b * c.key_heads + (c.tiled ? h % c.key_heads : h / (c.value_heads / c.key_heads))),
-        size((c.key_width * c.value_width + kLanes - 1) / kLanes * kLanes) {
+        columns(c.tokens > 1 ? std::min(c.value_width, kTreeColumns) : c.value_width),
+        size((c.key_width * columns + kLanes - 1) / kLanes * kLanes) {
     thread_local Scratch indices, memory;
     parent = (long*)indices.grow(5 * c.tokens * (long)(sizeof(long) / sizeof(float)));
     first_child = parent + c.tokens, last_child = first_child + c.tokens, next = last_child + c.tokens, level = next + c.tokens;
@@ -149,77 +191,89 @@ struct DeltaHead {
       level[t] = parent[t] < 0 ? 1 : level[parent[t]] + (t != last_child[parent[t]]);
       most = std::max(most, level[t]);
     }
-    const long width = (c.value_width + kLanes - 1) / kLanes * kLanes;
-    of_key = memory.grow(2 * width + (most + 2) * size);
-    of_query = of_key + width, states = of_query + width;
+    const long width = (columns + kLanes - 1) / kLanes * kLanes, numbers = (c.tokens + kLanes - 1) / kLanes * kLanes;
+    of_key = memory.grow(2 * width + 2 * numbers + (most + 2) * size);
+    of_query = of_key + width, fading = of_query + width, near = fading + numbers, states = near + numbers;
   }
 
   void run() {
+    for (long t = 0; t < c.tokens; t++) {
+      fading[t] = std::exp(c.decays[at * c.tokens + t]);
+      Lanes both = zeros();
+      by_lanes(c.key_width, [&](long i, long part) { both = fma(load(query(t) + i, part), load(key(t) + i, part), both); });
+      near[t] = total(both);
+    }
+    for (first = 0; first < c.value_width; first += columns) {
+      count = std::min(columns, c.value_width - first);
+      run_columns();
+    }
+    for (long t = 0; t < c.tokens; t++) finish(t);
+  }
+
+  void run_columns() {
     float* blank = states;  // level 0 is the text of an empty row, and then the text with a token's path in `past`
     if (!c.length[b]) std::fill(blank, blank + size, 0.0f);
     for (long t = 0; t < c.tokens; t++) {
       if (parent[t] >= 0) continue;
-      const float* state = c.length[b] ? c.state + at * c.key_width * c.value_width : blank;
+      Columns<const float> state = {blank, count};
+      if (c.length[b]) state = {c.state + at * c.key_width * c.value_width + first, c.value_width};
       float* own = nullptr;
       const bool* mask = c.mask + (b * c.tokens + t) * (c.past + c.tokens);
       for (long w = 0; w < c.past; w++)
         if (mask[w]) {
           own = states + size;
-          delta_add(state, own, std::exp(c.past_decays[at * c.past + w]),
+          delta_add(state, {own, count}, std::exp(c.past_decays[at * c.past + w]),
                     c.past_keys + (key_head * c.past + w) * c.key_width,
-                    c.past_deltas + (at * c.past + w) * c.value_width, c.key_width, c.value_width);
-          state = own;
+                    c.past_deltas + (at * c.past + w) * c.value_width + first, c.key_width, count);
+          state = {own, count};
         }
       visit(t, state, own);
     }
   }
 
   // Computes a token and its descendants, given the state before it. `own` is the same state if it may be overwritten.
-  void visit(long t, const float* state, float* own) {
+  void visit(long t, Columns<const float> state, float* own) {
     for (;;) {
-      const float fading = step(t, state);
+      step(t, state);
       if (first_child[t] < 0) return;
       float* after = own ? own : states + level[t] * size;
-      delta_add(state, after, fading, key(t), delta(t), c.key_width, c.value_width);
-      for (long child = first_child[t]; child != last_child[t]; child = next[child]) visit(child, after, nullptr);
+      delta_add(state, {after, count}, fading[t], key(t), delta(t) + first, c.key_width, count);
+      for (long child = first_child[t]; child != last_child[t]; child = next[child]) visit(child, {after, count}, nullptr);
       t = last_child[t];
-      state = own = after;
+      own = after;
+      state = {after, count};
     }
   }
 
+  const float* query(long t) const { return c.queries + (key_head * c.tokens + t) * c.key_width; }
   const float* key(long t) const { return c.keys + (key_head * c.tokens + t) * c.key_width; }
   float* delta(long t) const { return c.deltas + (at * c.tokens + t) * c.value_width; }
+  float* out(long t) const { return c.out + ((b * c.tokens + t) * c.value_heads + h) * c.value_width; }
 
-  // Computes a token's delta and output; returns the factor by which it fades the state.
-  float step(long t, const float* state) {
-    const long width = c.value_width, place = b * c.tokens + t;
-    const float* query = c.queries + (key_head * c.tokens + t) * c.key_width;
-    const float fading = std::exp(c.decays[at * c.tokens + t]);
-    delta_read(state, key(t), query, of_key, of_query, c.key_width, width);
-    Lanes both = zeros();
-    by_lanes(c.key_width, [&](long i, long part) { both = fma(load(query + i, part), load(key(t) + i, part), both); });
-    const Lanes near = splat(total(both)), fade = splat(fading);
-    const float x = c.rates[place * 2 * c.value_heads + h];
+  // Computes some columns of a token's delta, and of its output before the norm.
+  void step(long t, Columns<const float> state) {
+    delta_read(state, key(t), query(t), of_key, of_query, c.key_width, count);
+    const Lanes near = splat(this->near[t]), fade = splat(fading[t]);
+    const float x = c.rates[(b * c.tokens + t) * 2 * c.value_heads + h];
     const Lanes rate = times_logistic(splat(1.0f), splat(x));
-    const float* value = c.values + (at * c.tokens + t) * width;
-    Lanes sum = zeros();
-    by_lanes(width, [&](long i, long part) {
+    const float* value = c.values + (at * c.tokens + t) * c.value_width + first;
+    by_lanes(count, [&](long i, long part) {
       const Lanes change = rate * (load(value + i, part) - fade * load(of_key + i, part));
-      const Lanes out = fma(near, change, fade * load(of_query + i, part));
-      store(delta(t) + i, change, part);
-      store(of_query + i, out, part);
-      sum = fma(out, out, sum);
+      store(delta(t) + first + i, change, part);
+      store(out(t) + first + i, fma(near, change, fade * load(of_query + i, part)), part);
     });
-    const Lanes factor = splat(1.0f / std::sqrt(total(sum) / (float)width + c.epsilon));
-    const long values = c.value_heads * width, channels = 2 * c.key_heads * c.key_width + values;
-    const float* gate = c.projected + place * (channels + values) + channels + h * width;
-    float* out = c.out + place * values + h * width;
+  }
+
+  // Norms a token's output and multiplies it by its gate.
+  void finish(long t) {
+    const long width = c.value_width, values = c.value_heads * width, channels = 2 * c.key_heads * c.key_width + values;
+    const Lanes factor = splat(1.0f / std::sqrt(squares(out(t), width) / (float)width + c.epsilon));
+    const float* gate = c.projected + (b * c.tokens + t) * (channels + values) + channels + h * width;
     by_lanes(width, [&](long i, long part) {
       const Lanes z = load(gate + i, part);
-      const Lanes normed = load(of_query + i, part) * factor * load(c.gate_norm + i, part);
-      store(out + i, normed * times_logistic(z, z), part);
+      const Lanes normed = load(out(t) + i, part) * factor * load(c.gate_norm + i, part);
+      store(out(t) + i, normed * times_logistic(z, z), part);
     });
-    return fading;
   }
 };
 
@@ -243,7 +297,8 @@ void delta_commit(const DeltaCommit& c, long b, long h) {
     const float *k = c.keys + (key_head * c.tokens + node) * c.key_width, *d = c.deltas + (at * c.tokens + node) * c.value_width;
     for (long i = 0; i < c.key_width; i++) key[i] = finite(k[i]);
     for (long i = 0; i < c.value_width; i++) delta[i] = finite(d[i]);
-    delta_add(from, to, std::exp(finite(c.decays[at * c.tokens + node])), key, delta, c.key_width, c.value_width);
+    delta_add({from, c.value_width}, {to, c.value_width}, std::exp(finite(c.decays[at * c.tokens + node])), key, delta,
+              c.key_width, c.value_width);
     from = to;
   }
   if (from != to) std::copy(from, from + size, to);
