@@ -538,7 +538,8 @@ def replay(values: Values) -> str:
 
 
 RENDERERS: dict[str, Callable[[Values], str]] = {
-    "widths": widths, "hybrids": hybrids, "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
+    "widths": widths, "hybrids": hybrids, "experts": hybrids,
+    "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
