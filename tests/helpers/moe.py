@@ -1,11 +1,19 @@
 """Small networks with mixtures of experts."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 
+import jaxspec
+from helpers.narrow import not_none
 from helpers.toys import lively, noisy
+from jaxspec.core.mesh import make_mesh
+from jaxspec.core.records import Window
 from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
+from jaxspec.models.quantized import quantize
+from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
 
 CONFIG = ModelConfig(
@@ -30,8 +38,34 @@ HYBRID = TransformerLM(
 ON_FOUR = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from helpers import hybrids, moe
-from jaxspec.models.quantized import quantize
-params = [quantize(p) if sys.argv[2] == "int8" else p for p in (moe.PARAMS, moe.DRAFT)]
-print(json.dumps(hybrids.on_four(moe.LM, *params)))
+from helpers import moe
+print(json.dumps([moe.on_four(int8) for int8 in (False, True)]))
 """
+
+
+def on_four(int8: bool) -> dict:
+    """Compares the logits of one layer on one device and on four, of which two share the layer."""
+    config = dataclasses.replace(CONFIG, num_layers=1, sparse=())
+    lm = TransformerLM(config)
+    params = lm.init_params(jax.random.key(0))
+    model = jaxspec.Model(lm, quantize(params) if int8 else params)
+    mesh = make_mesh(2, 2, devices=jax.devices())
+    placed = shard(model, mesh)
+
+    def logits(model, params):
+        tokens = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+        mask = jnp.broadcast_to(jnp.tri(4, dtype=bool), (2, 4, 4))
+        window = Window(tokens, jnp.tile(jnp.arange(4), (2, 1)), mask)
+        features, _ = model.lm.apply(params, window, model.lm.init_cache(2, 64))
+        return model.lm.head(params, features)
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(functools.partial(logits, placed)).lower(placed.params).compile()
+        found = program(placed.params)
+    expected = jax.jit(functools.partial(logits, model))(model.params)
+    down = jax.tree.leaves(placed.params["layers"][0]["experts_down"])[0]
+    return {
+        "difference": float(jnp.abs(found - expected).max()),
+        "sums": not_none(program.as_text()).count(" all-reduce("),
+        "share": down.addressable_shards[0].data.size / down.size,
+    }
