@@ -5,10 +5,9 @@
 
 A call reads a chain of random tokens, other ones in every call, on top of a text of 100 tokens. The layers share their
 matrices, but not their routers, because the experts of one layer take 1.2 GB in bfloat16. The experts of a layer are
-copies of one expert. The vocabulary is small, so
-that the layers take nearly all of the time. The cases of a dtype take turns, and a ratio is the median over turns of
-two times that were measured one after the other. Times are those of a clock, and those that the process had on its
-cores, which other programs disturb less.
+copies of one expert. The vocabulary is small, so that the layers take nearly all of the time. The cases of a dtype take
+turns, and a ratio is the median over turns of two times that were measured one after the other. Times are those of a
+clock, and those that the process had on its cores, which other programs disturb less.
 """
 
 import argparse
