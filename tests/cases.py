@@ -104,6 +104,8 @@ LAYER: dict[str, Any] = {
     "out_gate": False,
     "delta": None,
     "recurrent": (),
+    "experts": None,
+    "sparse": (),
 }
 """What differs between a target's config and that of a head's layer."""
 
