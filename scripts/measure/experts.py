@@ -116,7 +116,7 @@ def main() -> int:
         sys.exit(f"this script measures the CPU kernels, which are not available: {describe_kernels()}")
     print(f"jax {jax.__version__}, {describe_kernels()}")
     values = {
-        f"one layer of Qwen3-30B-A3B, {dtype}": measure(dtype, arguments.nodes, arguments.repeats, arguments.turn)
+        f"{LAYERS} layers of Qwen3-30B-A3B, {dtype}": measure(dtype, arguments.nodes, arguments.repeats, arguments.turn)
         for dtype in arguments.dtypes
     }
     if arguments.record:
