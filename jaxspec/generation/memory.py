@@ -64,7 +64,7 @@ def cache_bytes(decoder: Decoder, weights: Weights, batch: int, slots: int) -> i
     cache = jax.eval_shape(lambda: decoder.target.init_cache(batch, slots))
     draft = jax.eval_shape(lambda: decoder.drafter.init(weights.draft, batch, slots))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, draft)))
-    return held + batch * decoder.drafter.shape.nodes * state_entry_bytes(decoder.target)
+    return held + int(batch) * decoder.drafter.shape.nodes * state_entry_bytes(decoder.target)
 
 
 def state_entry_bytes(target: LanguageModel) -> int:
