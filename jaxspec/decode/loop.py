@@ -265,7 +265,7 @@ def _call(calls: Sequence[Callable[[Cache], Outcome]], chosen: Array, cache: Cac
     empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(calls[0], cache))
     carry = chosen, empty._replace(cache=cache)
     for number, call in enumerate(calls):
-        with jax.named_scope("alternatives"):  # for readers of compiled programs: of these loops one runs, once
+        with jax.named_scope("alternatives"):  # a name in compiled programs; only the chosen loop runs
             carry = lax.while_loop(
                 lambda carry, number=number: carry[0] == number,
                 lambda carry, call=call: (jnp.full_like(chosen, -1), call(carry[1].cache)),

@@ -1,4 +1,4 @@
-"""The calls of a transformer's layer as Pallas kernels for a TPU, in which the bits of a row hang on no other row.
+"""The calls of a transformer's layer as Pallas kernels for a TPU, whose rows do not depend on other rows.
 
 See `jaxspec.models.layer_calls` for the list, and `jaxspec.models.products_tpu` for the kernels and their order of
 sums. Rows stay padded and side by side (`[M, E]`) from the embedding to the last norm.

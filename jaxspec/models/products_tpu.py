@@ -33,7 +33,7 @@ from jaxspec.models.rows import Norm
 MAX_ROW_TILES = 8
 """The largest number of row tiles in a program. The weights are read once for each group of so many tiles."""
 VMEM_BYTES = 64 << 20
-"""The on-chip memory that a kernel may use: more than half of a v5e's, of which the compiler gives 16 MB by default."""
+"""The on-chip memory that a kernel may use. The default of 16 MB is too small for blocks of many rows."""
 
 
 class Block(NamedTuple):
