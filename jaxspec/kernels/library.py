@@ -21,6 +21,12 @@ from jaxspec.kernels import installation
 VARIABLE = "JAXSPEC_KERNELS"
 COST_TYPES = ("float32", "bfloat16", "int8", "file")
 TOKEN_COSTS = {
+    "AMX": {
+        "float32": TokenCost(0.03, 15.0),
+        "bfloat16": TokenCost(0.025, 27.0),
+        "int8": TokenCost(0.055, 7.6),
+        "file": TokenCost(0.09, 6.2),
+    },
     "AVX-512 with BF16 and VNNI": {
         "float32": TokenCost(0.015, 11.0),
         "bfloat16": TokenCost(0.015, 10.5),

@@ -325,6 +325,15 @@ MUTANTS = (
         ("tests/kernels/test_kernels.py::test_products_are_those_of_xla_and_no_row_depends_on_another",),
     ),
     Mutant(
+        "few-rows-without-tiles",
+        "with AMX, up to four rows are multiplied without tile registers: other bits than in a wide window",
+        "kernels/src/kernels.h",
+        "if (p.width % kTileInputs == 0)",
+        "if (p.width % kTileInputs == 0 && p.rows > 4)",
+        ("tests/kernels/test_kernels.py::test_products_are_those_of_xla_and_no_row_depends_on_another",),
+        kernels="AMX",
+    ),
+    Mutant(
         "a-lane-too-many",
         "a norm adds the squares of the next row's first values",
         "kernels/src/rows.h",
@@ -920,6 +929,13 @@ def build(folder: pathlib.Path, flags: str = "") -> None:
         raise SystemExit(f"the kernels cannot be built:\n{done.stdout}{done.stderr}")
 
 
+def has_kernels(processor: str) -> bool:
+    """Returns whether this processor can run the kernels for a kind of processors."""
+    program = "import sys; from jaxspec.kernels import library; sys.exit(not library.kernels_available())"
+    environment = os.environ | {VARIABLE: processor, "PYTHONPATH": str(ROOT)}
+    return not subprocess.run([sys.executable, "-c", program], env=environment).returncode
+
+
 def tested(
     tests: tuple[str, ...],
     folder: pathlib.Path,
@@ -976,6 +992,10 @@ def run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 red += status != 0
                 print(f"seed {seed}: " + ("green" if status == 0 else f"RED\n{printed}"), flush=True)
         return 1 if red else 0
+    missing = {kind for kind in {m.kernels for m in chosen if m.kernels} if not has_kernels(kind)}
+    for mutant in [m for m in chosen if m.kernels in missing]:
+        print(f"{mutant.name}: not tried, because this processor cannot run the kernels for {mutant.kernels}")
+        chosen.remove(mutant)
     survivors = 0
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         for mutant, failed, seconds, printed in pool.map(kill, chosen):

@@ -65,7 +65,7 @@ def test_products_are_those_of_xla_and_no_row_depends_on_another(outputs, inputs
     whole = product(x, matrix)
     scale = jnp.abs(reference(jnp.abs(x), jax.tree.map(jnp.abs, matrix) if kind != "int8" else matrix)).max(-1) + 1e-30
     assert float((jnp.abs(whole - reference(x, matrix)).max(-1) / scale).max()) < 3e-6
-    for count in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 64):
+    for count in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 33, 64):
         np.testing.assert_array_equal(product(x[3 : 3 + count], matrix), whole[3 : 3 + count])
 
 
@@ -78,9 +78,10 @@ def test_rows_of_a_packed_table_are_those_of_the_matrix(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_bad_number_spoils_its_own_row_alone(kind, bad):
-    matrix = packed(np.random.default_rng(1), 40, 37, kind)
-    x = np.ones((5, 37), np.float32)
+@pytest.mark.parametrize("width", [37, 64])
+def test_a_bad_number_spoils_its_own_row_alone(kind, bad, width):
+    matrix = packed(np.random.default_rng(1), 40, width, kind)
+    x = np.ones((5, width), np.float32)
     good = product(jnp.asarray(x), matrix)
     x[2, 5] = bad
     out = np.asarray(product(jnp.asarray(x), matrix))
@@ -233,7 +234,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:], "-k",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processor", ["AVX2", "AVX-512"])
+@pytest.mark.parametrize("processor", ["AVX2", "AVX-512", "AVX-512 with BF16 and VNNI"])
 def test_the_kernels_of_older_processors(processor):
     environment = {**os.environ, "JAXSPEC_KERNELS": processor}
     files = [__file__, os.path.join(os.path.dirname(__file__), "test_blocks.py")]

@@ -18,7 +18,11 @@ namespace ffi = xla::ffi;
 // Chooses the best kernels for this processor, or the kernels that JAXSPEC_KERNELS names.
 const Kernels* choose() {
 #if defined(__x86_64__)
-  for (const Kernels* one : {&kAvx512Bf16, &kAvx512, &kAvx2}) {
+  for (const Kernels* one : {
+#if defined(HAS_AMX)
+           &kAmx,
+#endif
+           &kAvx512Bf16, &kAvx512, &kAvx2}) {
     const char* wanted = std::getenv("JAXSPEC_KERNELS");
     const bool fits = !wanted || !*wanted || std::string(wanted) == "1" || std::string(wanted) == one->name;
     if (fits && one->supported()) return one;

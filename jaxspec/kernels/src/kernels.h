@@ -1,7 +1,8 @@
 // A file for each kind of processor includes this file. It defines TABLE, NAME and SUPPORTED, and the features of the
-// processor: AVX512, AVX512_BF16, AVX512_VNNI. (Some compilers do not define their own macros after a pragma.)
+// processor: AVX512, AVX512_BF16, AVX512_VNNI, AMX. (Some compilers do not define their own macros after a pragma.)
 
 #include <algorithm>
+#include <type_traits>
 
 #include "attention.h"
 #include "delta.h"
@@ -27,6 +28,11 @@ void round(Type type, const float* x, long width, long padded, void* out, Rounde
 
 template <class Kind>
 void product(const Product& p, long from, long to) {
+#if defined(AMX)
+  // The choice depends on the matrix alone, so that it is the same for any number of rows.
+  if constexpr (std::is_same_v<Kind, BFloat16>)
+    if (p.width % kTileInputs == 0) return product<TiledBFloat16>(p, from, to);
+#endif
   const Rows<Kind> rows{(const typename Kind::Value*)p.values, p.rounded, p.width};
   multiply<Kind>((const char*)p.weights, rows, p.rows, p.scale, p.out, p.outputs, from, to);
   const long first = from * kLanes, end = std::min(p.outputs, to * kLanes);

@@ -12,6 +12,9 @@
 #include "blocks.h"
 #include "lanes.h"
 #include "table.h"
+#if defined(AMX)
+#include "amx.h"
+#endif
 
 namespace {
 
@@ -115,6 +118,27 @@ void tiles(long count, const char* weights, const Rows<Kind>& rows, long first, 
   if constexpr (R > 1) tiles<Kind, B, R - 1>(count, weights, rows, first, scale, out, outputs, last, fetch);
 }
 
+// Multiplies `count` rows, at most `Kind::tile_rows`, with B blocks of sixteen outputs; the last block has `last` outputs.
+template <int B, class Kind>
+void multiply_group(long count, const char* weights, const Rows<Kind>& rows, long first, const float* scale, float* out,
+                    long outputs, long last, Fetch fetch) {
+  tiles<Kind, B>(count, weights, rows, first, scale, out, outputs, last, fetch);
+}
+
+#if defined(AMX)
+struct TiledBFloat16 : BFloat16 {
+  static constexpr long tile_rows = 2 * kTileHeight;
+};
+
+template <int B>
+void multiply_group(long count, const char* weights, const Rows<TiledBFloat16>& rows, long first, const float*, float* out,
+                    long outputs, long last, Fetch) {
+  const auto multiply = count > kTileHeight ? multiply_tiles<B, true> : multiply_tiles<B, false>;
+  multiply(weights, BFloat16::stride(rows.width), rows.values + first * rows.width, rows.width, count, out + first * outputs,
+           outputs, last);
+}
+#endif
+
 // Writes the outputs of blocks `from` to `to` of a matrix with `outputs` rows.
 template <class Kind>
 void multiply(const char* weights, const Rows<Kind>& rows, long count, const float* scale, float* out, long outputs, long from,
@@ -140,9 +164,9 @@ void multiply(const char* weights, const Rows<Kind>& rows, long count, const flo
           const long size = (end - row + passes - pass - 1) / (passes - pass);
           const Fetch fetch = fetches ? Fetch{at + bytes + bytes * pass / passes, Kind::line / passes} : Fetch{at, Kind::line};
           if (several)
-            tiles<Kind, kBlocks>(size, at, rows, row, factors, out + output, outputs, last, fetch);
+            multiply_group<kBlocks>(size, at, rows, row, factors, out + output, outputs, last, fetch);
           else
-            tiles<Kind, 1>(size, at, rows, row, factors, out + output, outputs, last, fetch);
+            multiply_group<1>(size, at, rows, row, factors, out + output, outputs, last, fetch);
           row += size;
         }
         block += blocks;

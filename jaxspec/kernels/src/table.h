@@ -100,3 +100,9 @@ struct DeltaCommit {
 };
 
 extern const Kernels kAvx512Bf16, kAvx512, kAvx2;
+
+// GCC from version 11 on has <amxbf16intrin.h>, and Clang <amxintrin.h>. The permission to use AMX is Linux's.
+#if defined(__x86_64__) && defined(__linux__) && (__has_include(<amxbf16intrin.h>) || __has_include(<amxintrin.h>))
+#define HAS_AMX
+extern const Kernels kAmx;
+#endif
