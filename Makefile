@@ -39,6 +39,7 @@ tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop 
 	$(INSTALL) '.[tpu]'
 	$(RUN) -m pytest -m tpu tests/decode/test_tpu.py
 	$(RUN) -m scripts.prove.tpu_layers
+	$(RUN) -m scripts.prove.mesh_layers --chips v5e
 	$(RUN) -m scripts.prove.tpu $(ARGS)
 
 # In an environment of its own: its compiler and JAX are of one release.
@@ -51,6 +52,7 @@ in-gpu-environment: $(VENV)/core.stamp
 	$(INSTALL) '.[test,gpu]'
 	$(RUN) -m pytest -m gpu tests/decode/test_gpu.py tests/models/test_products_gpu.py
 	$(RUN) -m scripts.prove.gpu_layers
+	$(RUN) -m scripts.prove.mesh_layers --chips h100
 	$(RUN) -m scripts.prove.gpu $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## bring back bugs that others shipped, one at a time: the tests must find each

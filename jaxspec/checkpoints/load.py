@@ -70,13 +70,13 @@ def load(
             and each device receives only its part. None for the default device.
         kernels: whether to use jaxspec's CPU kernels (docs/kernels.md). With None they are used if they were built and
             the model is placed on CPU devices that do not split layers.
-        attention: "xla" for XLA's own operations, or "pallas" for one kernel per layer on one TPU or GPU. On an H200
-            the kernel was slower for one row and faster for 16 rows; see docs/gpu.md.
+        attention: "xla" for XLA's own operations, or "pallas" for one kernel per layer on TPUs or GPUs that do not
+            split layers. On an H200 the kernel was slower for one row and faster for 16 rows; see docs/gpu.md.
         exact: True to require that the bits of a text do not depend on the drafter, its tree or the batch, or to refuse
             the model. On a CPU this requires the CPU kernels. On a GPU or TPU, attention and products then run in
             Pallas; on a GPU, products run by XLA in one fixed order if a size of the network has no Pallas kernel. The
-            model's `repr` says which. No form has been measured on a GPU or TPU yet, see docs/gpu.md and docs/tpu.md.
-            None to use the fastest form.
+            model's `repr` says which. Devices of a mesh may share layers if products run in Pallas. No form has been
+            measured on a GPU or TPU yet, see docs/gpu.md and docs/tpu.md. None to use the fastest form.
         report: called with a line of text on each step of a download, if `exact` leaves products to XLA, and if parts
             of the file are left out, such as encoders of images; None for a warning about such parts.
         progress: called with (parameters read, total parameters, name of the parameter).
@@ -110,8 +110,6 @@ def load(
 
         attention_pallas.check_pallas(sharding.platform_of(mesh), activation_dtype(dtype), checkpoint.config.head_dim)
     execution = resolve_exact(execution, exact, dtype, checkpoint.config, sharding.platform_of(mesh), report)
-    if exact and mesh is not None and mesh.size > 1 and sharding.platform_of(mesh) != "cpu":
-        raise InvalidConfig(f"exact=True is for one device, got a mesh of {mesh.size}; leave it out")
     if (note := describe_left_out(checkpoint)) is not None:
         (report or _warn)(note)
     size = checkpoint.config.vocab_size

@@ -58,6 +58,15 @@ def count_groups(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[DATA]
 
 
+def manual_axes(mesh: Mesh) -> set[str]:
+    """Returns the axes over which `jax.shard_map` maps the program of a group of devices.
+
+    "model" is one of them only if a group is one device: XLA does not partition Pallas kernels, not even over an axis
+    of one device.
+    """
+    return {DATA, MODEL} if mesh.shape[MODEL] == 1 else {DATA}
+
+
 def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Places an array, which every process holds whole, on the devices of all processes with this sharding."""
     if sharding.is_fully_addressable or getattr(leaf, "sharding", None) == sharding:

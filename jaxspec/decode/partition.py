@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.core.mesh import DATA, count_groups, place
+from jaxspec.core.mesh import DATA, count_groups, manual_axes, place
 from jaxspec.decode.state import State, Weights
 
 
@@ -47,7 +47,7 @@ class Partition:
             mesh=self.mesh,
             in_specs=self.specs(arguments),
             out_specs=self._of_state(),
-            axis_names={DATA},
+            axis_names=manual_axes(self.mesh),
             check_vma=False,
         )
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.core import checks, sizes
 from jaxspec.core.laws import log_prob, scores, temper_logits
-from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups
+from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups, manual_axes
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import as_key
 from jaxspec.core.records import Params, Window
@@ -204,7 +204,7 @@ def _over(mesh: Mesh | None, function: Callable, params: Any, rows: Any) -> Any:
         return function(params, rows)
     by_row = P(DATA)
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=(P(), by_row), out_specs=by_row, axis_names={DATA}, check_vma=False
+        function, mesh=mesh, in_specs=(P(), by_row), out_specs=by_row, axis_names=manual_axes(mesh), check_vma=False
     )
     return mapped(params, rows)
 

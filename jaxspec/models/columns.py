@@ -17,21 +17,9 @@ from jaxspec.core.mesh import to_host
 from jaxspec.core.records import Params
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.packed import is_packed
+from jaxspec.models.placement import FUSED_PARAMS
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
-
-FUSED_PARAMS = (
-    "qkv",
-    "gate_up",
-    "qkv_bias",
-    "gate_up_bias",
-    "qkvz",
-    "rates",
-    "conv",
-    "experts_gate_up",
-    "shared_gate_up",
-)
-"""Parameters that hold several projections side by side, or what belongs to their outputs."""
 
 
 def group_by_shard(name: str, leaf: Any, config: ModelConfig, shards: int) -> Any:

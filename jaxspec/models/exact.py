@@ -63,8 +63,9 @@ def resolve_exact(
     from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
     attention_pallas.check_pallas(platform, CACHE, config.head_dim)
-    gap = find_gap(config, platform)
-    if gap is not None and platform == "tpu":
+    gap = find_gap(config, platform, execution.shards)
+    if gap is not None and (platform == "tpu" or execution.shards > 1):
+        where = f"with layers split over {execution.shards} devices" if execution.shards > 1 else where
         raise InvalidConfig(f"exact=True {where} runs the products in Pallas, but {gap.split(';')[0]}; leave it out")
     if gap is not None and report is not None:
         report(f"exact=True leaves the products to XLA: {gap}")
@@ -74,12 +75,23 @@ def resolve_exact(
     return found
 
 
-def find_gap(config: ModelConfig, platform: str = "gpu") -> str | None:
+def check_shared(execution: Execution, config: ModelConfig, platform: str, shards: int) -> None:
+    """Raises InvalidConfig if so many devices cannot share the layers of an exact network."""
+    if not execution.exact or shards == 1:
+        return
+    if platform not in PALLAS_PLATFORMS or execution.products != "pallas":
+        products = "on a CPU" if platform == "cpu" else "with products by XLA"
+        raise InvalidConfig(f"exact=True {products} is for layers on one device, got {shards}; load it without exact")
+    if (gap := find_gap(config, platform, shards)) is not None:
+        raise InvalidConfig(f"the model was loaded with exact=True, and {gap.split(';')[0]}; use another mesh")
+
+
+def find_gap(config: ModelConfig, platform: str = "gpu", shards: int = 1) -> str | None:
     """Returns why there are no products in Pallas for a network of these sizes, in one line; None if there are."""
     from jaxspec.models.layer_calls_pallas import check_sizes  # a third of a second
 
     try:
-        check_sizes(config, platform)
+        check_sizes(config, platform, shards)
     except InvalidConfig as error:
         return str(error)
     return None

@@ -34,7 +34,7 @@ class Execution:
 
     Raises:
         InvalidConfig: there is no attention or there are no products of this name, or several devices would share a
-            kernel or an exact layer.
+            kernel that is not split over them.
     """
 
     kernels: bool = False
@@ -46,15 +46,19 @@ class Execution:
 
     def __post_init__(self) -> None:
         one_of("attention", self.attention, ATTENTION_KINDS)
-        if self.attention == "pallas" and self.shards > 1:
+        in_pallas = self.exact and self.products == "pallas"
+        if self.attention == "pallas" and self.shards > 1 and not in_pallas:
             raise InvalidConfig(
                 f"attention='pallas' is for layers on one device, got layers split over {self.shards}; use 'xla'"
             )
         one_of("products", self.products, PRODUCT_KINDS)
         if self.products == "pallas" and self.attention != "pallas" and not self.exact:
             raise InvalidConfig(f"products='pallas' needs attention='pallas', got {self.attention!r}")
-        if self.exact and self.shards > 1:
-            raise InvalidConfig(f"exact=True is for layers on one device, got {self.shards}; leave it out")
+        if self.exact and self.shards > 1 and not in_pallas:
+            raise InvalidConfig(
+                f"exact=True splits layers over devices only with products in Pallas, got {self.shards} devices and "
+                f"products={self.products!r}; use a mesh whose axis 'model' has one device"
+            )
 
     @property
     def on_gpu(self) -> bool:

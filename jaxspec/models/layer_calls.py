@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.backend.layout import row_major
 from jaxspec.core.records import KV, Cache
@@ -25,7 +25,7 @@ from jaxspec.models.attention import attend, side_by_side
 from jaxspec.models.config import Experts
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import ExpertParams, feed
-from jaxspec.models.layers import matmul, split_heads
+from jaxspec.models.layers import look_up, matmul, split_heads
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import Fused, Gate, Linear, Norm
 
@@ -36,6 +36,10 @@ class LayerCalls(Protocol):
     Letters: B rows, T tokens of a window, E the width of the residual stream, H key/value heads, G query heads per
     key/value head, K the width of a head, W the tokens that attention sees in the window.
     """
+
+    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """Returns the rows of a table, in float32."""
+        ...
 
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> Any:
         """Returns the input of the first call after a norm: the residual stream, and what the norm needs of it."""
@@ -146,6 +150,9 @@ class FusedCalls:
     """The calls as products of XLA or of the C++ kernels, which include the operations on rows beside them."""
 
     execution: Execution
+
+    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        return look_up(table, tokens)
 
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> FusedInput:
         return FusedInput(x, norm)

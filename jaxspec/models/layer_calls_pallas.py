@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.backend.layout import LANES
 from jaxspec.core.records import KV, Cache
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_pallas as products
+from jaxspec.models import shared_layers
 from jaxspec.models.attention_pallas import attend_rows, window_slots
 from jaxspec.models.config import Experts, ModelConfig
 from jaxspec.models.execution import Execution
@@ -25,25 +26,36 @@ from jaxspec.models.products_pallas import PreparedRows, padded_rows
 from jaxspec.models.rows import Linear, Norm
 
 
-def check_sizes(config: ModelConfig, platform: str = "gpu") -> None:
-    """Raises InvalidConfig if there is no kernel for a call of a network of these sizes; the message says why."""
+def check_sizes(config: ModelConfig, platform: str = "gpu", shards: int = 1) -> None:
+    """Raises InvalidConfig if there is no kernel for a call of a network of these sizes; the message says why.
+
+    Args:
+        config: the network's configuration.
+        platform: "gpu" or "tpu".
+        shards: the number of devices that share a layer.
+    """
     if config.recurrent or config.out_gate:
         raise InvalidConfig("products='pallas' has no recurrent layers and no gates after attention; use 'xla'")
     if config.experts is not None:
         raise InvalidConfig(NO_EXPERTS)
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_heads * head_dim": config.num_heads * config.head_dim,
-        "num_kv_heads * head_dim": config.num_kv_heads * config.head_dim,
-    }
+    if shards > products.MAX_SEGMENTS or products.MAX_SEGMENTS % shards:
+        raise InvalidConfig(f"products='pallas' splits layers over 1, 2, 4 or 8 devices, got {shards}; use 'xla'")
     on_tpu = platform == "tpu"
-    if not on_tpu:
-        sizes["vocab_size"] = config.vocab_size
     unit = LANES if on_tpu else products.MIN_TILE
-    for name, size in sizes.items():
-        if size % unit:
-            raise InvalidConfig(f"products='pallas' needs a multiple of {unit} for {name}, got {size}; use 'xla'")
+    sizes = {
+        "hidden_size": (config.hidden_size, unit),
+        "intermediate_size": (config.intermediate_size, unit * shards),
+        "num_heads * head_dim": (config.num_heads * config.head_dim, unit * shards),
+        "num_kv_heads * head_dim": (config.num_kv_heads * config.head_dim, unit * shards),
+        "num_kv_heads": (config.num_kv_heads, shards),
+        "vocab_size": (config.vocab_size, shards if on_tpu else unit * shards),
+    }
+    where = "" if shards == 1 else f" on {shards} devices"
+    for name, (size, multiple) in sizes.items():
+        if size % multiple:
+            raise InvalidConfig(
+                f"products='pallas' needs a multiple of {multiple} for {name}{where}, got {size}; use 'xla'"
+            )
     if on_tpu:
         return
     for rope in filter(None, (config.rope, config.window_rope)):
@@ -82,6 +94,9 @@ class PallasCalls:
 
     execution: Execution
 
+    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        return shared_layers.look_up_share(table, tokens, self.execution.shards)
+
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> PallasInput:
         batch, tokens, _ = x.shape
         return self._prepared(pad_rows(x), norm, batch, tokens)
@@ -104,6 +119,7 @@ class PallasCalls:
     ) -> tuple[PallasHeads, KV]:
         scales = [None if norm is None else norm.scale for norm in norms]
         epsilon = max((norm.epsilon for norm in norms if norm is not None), default=0.0)
+        shared //= self.execution.shards
         queries, *window = products.split_heads(projected, rotation, shared, width, dtype, scales, epsilon)
         tokens = rotation[0].shape[2]
         new = KV(*(part[:, :, :tokens] for part in window))
@@ -138,9 +154,9 @@ class PallasCalls:
         rows = inner if inner.ndim == 2 else pad_rows(inner)
         if norm is None:
             scale, epsilon = (None, 0.0) if following is None else (following.scale, following.epsilon)
-            x, prepared = products.multiply_add(rows, layer.weight, read.x, scale, bias=layer.bias)
+            x, prepared = self._multiply_add(rows, layer, read.x, scale)
             return PallasInput(x, prepared, read.batch, read.tokens, epsilon)
-        out, _ = products.multiply_add(rows, layer.weight, None, bias=layer.bias)
+        out, _ = self._multiply_add(rows, layer, None, None)
         x = read.x + products.normalize(out, norm.scale, norm.epsilon)
         return self._prepared(x, following, read.batch, read.tokens)
 
@@ -160,7 +176,20 @@ class PallasCalls:
 
     def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
         batch, tokens, _ = features.shape
-        return split_rows(products.multiply(pad_rows(features), table, transposed=True), batch, tokens)
+        logits = split_rows(products.multiply(pad_rows(features), table, transposed=True), batch, tokens)
+        return shared_layers.gather_columns(logits, self.execution.shards)
+
+    def _multiply_add(
+        self, rows: Array, layer: Linear, residual: Array | None, scale: Array | None
+    ) -> tuple[Float[Array, "M E"], PreparedRows | None]:
+        """Computes `products.multiply_add`, whose inputs devices may share."""
+        shards = self.execution.shards
+        if shards == 1:
+            return products.multiply_add(rows, layer.weight, residual, scale, bias=layer.bias)
+        segments = products.segment_count(rows.shape[1] * shards) // shards
+        shares = shared_layers.gather(products.multiply_segments(rows, layer.weight, segments))
+        output_scale = products.stored_values(layer.weight)[1]
+        return products.add_shares(shares, residual, scale, output_scale=output_scale, bias=layer.bias)
 
     def _prepared(self, x: Float[Array, "M E"], norm: Norm | None, batch: int, tokens: int) -> PallasInput:
         if norm is None:

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.records import KV, Cache
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_tpu as products
+from jaxspec.models import shared_layers
 from jaxspec.models.attention import attend, side_by_side
 from jaxspec.models.config import Experts
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import NO_EXPERTS, ExpertParams
 from jaxspec.models.layer_calls_pallas import pad_rows, split_rows
 from jaxspec.models.packed import Matrix
+from jaxspec.models.products_pallas import stored_values
 from jaxspec.models.rows import Linear, Norm
 
 
@@ -37,6 +39,9 @@ class TpuCalls:
     """The calls as Pallas kernels."""
 
     execution: Execution
+
+    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        return shared_layers.look_up_share(table, tokens, self.execution.shards)
 
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> TpuInput:
         return TpuInput(pad_rows(x), norm, *x.shape[:2])
@@ -56,7 +61,7 @@ class TpuCalls:
         dtype: DTypeLike,
         norms: Sequence[Norm | None],
     ) -> tuple[Float[Array, "B H G T K"], KV]:
-        batch, _, tokens, _ = rotation[0].shape
+        (batch, _, tokens, _), shared = rotation[0].shape, shared // self.execution.shards
         rotated = products.rotate_heads(projected, rotation, shared, width, dtype, tuple(norms))
         heads = split_rows(rotated, batch, tokens).reshape(batch, tokens, -1, width).swapaxes(1, 2)
         queries, new = heads[:, : -2 * shared], KV(heads[:, -2 * shared : -shared], heads[:, -shared:])
@@ -83,9 +88,19 @@ class TpuCalls:
     def add(self, read: TpuInput, inner: Array, layer: Linear, norm: Norm | None, following: Norm | None) -> TpuInput:
         rows = inner if inner.ndim == 2 else pad_rows(inner)
         if norm is None:
-            return read._replace(x=products.multiply_add(rows, layer.weight, read.x, bias=layer.bias), norm=following)
-        out = products.normalize(products.multiply_add(rows, layer.weight, None, bias=layer.bias), norm)
+            return read._replace(x=self._multiply_add(rows, layer, read.x), norm=following)
+        out = products.normalize(self._multiply_add(rows, layer, None), norm)
         return read._replace(x=read.x + out, norm=following)
+
+    def _multiply_add(self, rows: Array, layer: Linear, residual: Array | None) -> Float[Array, "M E"]:
+        """Computes `products.multiply_add`, whose inputs devices may share."""
+        shards = self.execution.shards
+        if shards == 1:
+            return products.multiply_add(rows, layer.weight, residual, bias=layer.bias)
+        segments = products.segment_count(rows.shape[1] * shards) // shards
+        shares = shared_layers.gather(products.multiply_segments(rows, layer.weight, segments))
+        output_scale = stored_values(layer.weight)[1]
+        return products.add_shares(shares, residual, output_scale=output_scale, bias=layer.bias)
 
     def experts(
         self,
@@ -103,4 +118,5 @@ class TpuCalls:
 
     def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
         batch, tokens, _ = features.shape
-        return split_rows(products.multiply(pad_rows(features), table, transposed=True), batch, tokens)
+        logits = split_rows(products.multiply(pad_rows(features), table, transposed=True), batch, tokens)
+        return shared_layers.gather_columns(logits, self.execution.shards)

@@ -260,6 +260,64 @@ def multiply_add(
     return x, PreparedRows(*prepared) if prepared else None
 
 
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def add_shares(
+    shares: Float[Array, "D M E"],
+    residual: Float[Array, "M E"] | None,
+    scale: Float[Array, "E"] | None = None,
+    *,
+    output_scale: Float[Array, "E"] | None = None,
+    bias: Float[Array, "E"] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M E"], PreparedRows | None]:
+    """Adds what D devices computed by `multiply_segments`; the results are the bits of `multiply_add` on one device.
+
+    Args:
+        shares: the results of all devices, in the order of their inputs.
+        residual, scale, bias, interpret: see `multiply_add`.
+        output_scale: the scale of int8 weights; None for other weights.
+    """
+    devices, rows, width = shares.shape
+    tile, group = _tile(width, SEGMENTED_TILE.outputs, "outputs"), _row_group(rows, devices)
+    columns = pl.BlockSpec((group, tile), lambda r, i: (r, i))
+    vector = pl.BlockSpec((tile,), lambda r, i: (i,))
+    given = {"shares": (shares, pl.BlockSpec((devices, group, tile), lambda r, i: (0, r, i)))}
+    if residual is not None:
+        given["residual"] = residual, columns
+    for name, array in (("output scale", output_scale), ("bias", bias), ("scale", scale)):
+        if array is not None:
+            given[name] = array.astype(jnp.float32), vector
+
+    def kernel(*refs: Any) -> None:
+        found, outs = dict(zip(given, refs)), refs[len(given) :]
+        for t in range(group // ROW_TILE):
+            at = pl.ds(t * ROW_TILE, ROW_TILE)
+            x = add_in_tree([found["shares"][device, at, :] for device in range(devices)])
+            if output_scale is not None:
+                x = x * found["output scale"][...][None, :]
+            if bias is not None:
+                x = x + found["bias"][...][None, :]
+            if residual is not None:
+                x = found["residual"][at, :] + x
+            outs[0][at, :] = x
+            if scale is not None:
+                _write_prepared(x, found["scale"], outs[1], outs[2], at)
+
+    shapes = [jax.ShapeDtypeStruct((rows, width), jnp.float32)]
+    shapes += _prepared_shapes(rows, width, tile) if scale is not None else []
+    x, *prepared = pl.pallas_call(
+        kernel,
+        grid=(rows // group, width // tile),
+        in_specs=[spec for _, spec in given.values()],
+        out_specs=[columns, columns, pl.BlockSpec((None, group), lambda r, i: (i, r))][: len(shapes)],
+        out_shape=shapes,
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name="add_shares",
+    )(*(array for array, _ in given.values()))
+    return x, PreparedRows(*prepared) if prepared else None
+
+
 @functools.partial(
     jax.jit,
     static_argnames=(
@@ -524,7 +582,7 @@ def stored_values(weight: Array | Matrix) -> tuple[Array, Array | None]:
 def _write_prepared(x: Array, scale_ref: Any, rows_ref: Any, squares_ref: Any, at: Any) -> None:
     """Writes one tile of rows as a `PreparedRows`."""
     rows_ref[at, :] = (x * scale_ref[...][None, :]).astype(jnp.bfloat16)
-    squares_ref[at] = (x * x).sum(1)
+    squares_ref[at] = _add_columns(x * x)
 
 
 def _prepared_shapes(rows: int, width: int, tile: int) -> list[jax.ShapeDtypeStruct]:
@@ -553,6 +611,14 @@ def _dot(a: Array, b: Array, transposed: bool) -> Array:
     # An explicit precision, because JAX's default may be set to another one, with other instructions.
     dimensions = ((1,), (1 if transposed else 0,)), ((), ())
     return lax.dot_general(a, b, dimensions, lax.Precision.DEFAULT, jnp.float32)
+
+
+def _add_columns(values: Float[Array, "R C"]) -> Float[Array, "R"]:
+    """Adds the halves of the columns repeatedly; the order of a reduction of Triton depends on the kernel around it."""
+    while (size := values.shape[1]) > 1:
+        low, high = lax.split(values, (size // 2,) * 2, 1)
+        values = low + high
+    return values.reshape(-1)
 
 
 def _squares(x: Array) -> Array:

@@ -131,6 +131,71 @@ def multiply_add(
     return product.run(finish, jnp.float32, residual, interpret, "multiply_add")
 
 
+@functools.partial(jax.jit, static_argnames=("segments", "interpret"))
+def multiply_segments(
+    rows: Float[Array, "M I"], weight: Array | Matrix, segments: int, *, interpret: bool = False
+) -> Float[Array, "M O"]:
+    """Returns the product over one device's share of the inputs, in this number of segments, without a scale.
+
+    The products of all devices, added by `add_shares`, have the bits of `multiply_add` on one device.
+
+    Args:
+        rows: the device's share of the columns.
+        weight: the device's share of the weights: bfloat16 `[I, O]`, or a `Quantized` `[O, I]`.
+        segments: the number of segments of all inputs (`segment_count`), divided by the number of devices.
+        interpret: see `multiply`.
+    """
+    product = _Product(rows, weight, PLAIN_BLOCK, None, None, segments=segments, scaled=False)
+    return product.run(lambda sums, read: sums[0], jnp.float32, None, interpret, "multiply_segments")
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def add_shares(
+    shares: Float[Array, "D M E"],
+    residual: Float[Array, "M E"] | None,
+    *,
+    output_scale: Float[Array, "E"] | None = None,
+    bias: Float[Array, "E"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M E"]:
+    """Adds what D devices computed by `multiply_segments`; the results are the bits of `multiply_add` on one device.
+
+    Args:
+        shares: the results of all devices, in the order of their inputs.
+        residual, bias, interpret: see `multiply_add`.
+        output_scale: the scale of int8 weights; None for other weights.
+    """
+    devices, rows, width = shares.shape
+    block = min(PLAIN_BLOCK.outputs, width)
+    columns = pl.BlockSpec((ROW_TILE, block), lambda r, o: (r, o))
+    vector = pl.BlockSpec((1, block), lambda r, o: (0, o))
+    given = {"shares": (shares, pl.BlockSpec((devices, ROW_TILE, block), lambda r, o: (0, r, o)))}
+    for name, array in (("output scale", output_scale), ("bias", bias)):
+        if array is not None:
+            given[name] = array.astype(jnp.float32)[None], vector
+    if residual is not None:
+        given["residual"] = residual, columns
+
+    def kernel(*refs: Any) -> None:
+        found, out_ref = dict(zip(given, refs)), refs[-1]
+        x = add_in_tree([found["shares"][device] for device in range(devices)])
+        if output_scale is not None:
+            x = x * found["output scale"][...]
+        if bias is not None:
+            x = x + found["bias"][...]
+        out_ref[...] = x if residual is None else found["residual"][...] + x
+
+    return pl.pallas_call(
+        kernel,
+        grid=(rows // ROW_TILE, -(-width // block)),
+        in_specs=[spec for _, spec in given.values()],
+        out_specs=columns,
+        out_shape=jax.ShapeDtypeStruct((rows, width), jnp.float32),
+        interpret=interpret,
+        name="add_shares",
+    )(*(array for array, _ in given.values()))
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def normalize(x: Float[Array, "M E"], norm: Norm, *, interpret: bool = False) -> Float[Array, "M E"]:
     """Applies RMSNorm; the bits of a row do not depend on the other rows."""
@@ -229,8 +294,10 @@ class _Product:
         transposed: bool = False,
         halves: int = 1,
         segments: int = 1,
+        scaled: bool = True,
     ):
         self.values, self.scale = stored_values(weight)
+        self.scale = self.scale if scaled else None
         self.transposed = transposed or isinstance(weight, Quantized)
         self.rows = rows.astype(jnp.bfloat16) if norm is None else rows
         self.norm, self.bias, self.halves, self.segments = norm, bias, halves, segments

@@ -17,17 +17,17 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
-from jaxspec.models.columns import FUSED_PARAMS, file_order, group_by_shard
-from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.columns import file_order, group_by_shard
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.exact import check_shared
 from jaxspec.models.kernels import with_kernels, without_kernels
 from jaxspec.models.packed import is_packed
+from jaxspec.models.placement import FUSED_PARAMS, param_spec, param_specs
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.transformer import TransformerLM
 
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
-
-_ROW_SPLIT = ("out", "down", "shared_down", "embed", "head")
 
 
 def shard(model: "Model", mesh: Mesh) -> "Model":
@@ -37,18 +37,15 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
     other than `TransformerLM` are replicated. The CPU kernels are used on CPU devices that share no layer.
 
     Raises:
-        InvalidConfig: the number of devices does not divide the model's heads or MLP units, or its attention kernel
-            runs on one device only.
+        InvalidConfig: the number of devices does not divide the model's heads or MLP units, or its kernels are not
+            split over devices.
     """
     check_mesh(mesh)
     if not isinstance(getattr(model, "lm", None), LanguageModel):
         raise InvalidConfig(f"model must be a Model, as from jaxspec.load; got {shown(model)}")
     if isinstance(model.lm, TransformerLM):
         check_attention(model.lm.execution.attention, mesh)
-        if model.lm.execution.exact and mesh.size > 1 and not suits_kernels(mesh):
-            raise InvalidConfig(
-                f"{model.name} was loaded with exact=True, which is for one device; load it without exact"
-            )
+        check_shared(model.lm.execution, model.lm.config, platform_of(mesh), mesh.shape[MODEL])
         model = dataclasses.replace(model, lm=model.lm.with_execution(platform=platform_of(mesh)))
     if not suits_kernels(mesh):
         model = without_kernels(model)
@@ -80,7 +77,11 @@ def follow_platform(model: "Model", leader: "Model") -> "Model":
     """Returns a model that runs on the platform of another model, as a draft model runs on its target's platform."""
     if not isinstance(model.lm, TransformerLM) or not isinstance(leader.lm, TransformerLM):
         return model
-    return dataclasses.replace(model, lm=model.lm.with_execution(platform=leader.lm.execution.platform))
+    execution, platform = model.lm.execution, leader.lm.execution.platform
+    if leader.lm.execution.shards > 1:  # a draft is replicated, and XLA does not even replicate Pallas kernels itself
+        execution = execution.of_head()
+    lm = dataclasses.replace(model.lm, execution=dataclasses.replace(execution, platform=platform))
+    return dataclasses.replace(model, lm=lm)
 
 
 def use_default_kernels(model: "Model") -> "Model":
@@ -103,9 +104,9 @@ def mesh_of(params: Params) -> Mesh | None:
 
 
 def check_attention(attention: str, mesh: Mesh | None) -> None:
-    """Raises InvalidConfig if several devices would run a kernel that is not split over them."""
-    if attention == "pallas" and mesh is not None and mesh.size > 1:
-        raise InvalidConfig(f"attention='pallas' is for one device, got a mesh of {mesh.size}; use 'xla'")
+    """Raises InvalidConfig if several devices would share a layer whose kernel is not split over them."""
+    if attention == "pallas" and mesh is not None and (size := mesh.shape[MODEL]) > 1:
+        raise InvalidConfig(f"attention='pallas' is for layers on one device, got layers split over {size}; use 'xla'")
 
 
 def check_divisible(config: ModelConfig, mesh: Mesh, name: str) -> None:
@@ -148,32 +149,16 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
 
 def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:
     """Returns the sharding of each of a parameter's arrays."""
-    size = mesh.shape[MODEL]
-
-    def split(array: Any, axis: int | None) -> NamedSharding:
-        whole = size == 1 or axis is None or array.shape[axis] % size
-        return NamedSharding(mesh, P() if whole else P(*[None] * (axis or 0), MODEL))
-
-    if isinstance(leaf, Quantized):
-        outputs = name in FUSED_PARAMS or is_table(name)
-        lead = leaf.scale.ndim - 1  # an axis of experts
-        return jax.tree.map(
-            lambda array: split(array, lead if outputs else lead + 1 if array.ndim > lead + 1 else None), leaf
-        )
-    if name == "conv":
-        return split(leaf, 0)
-    if name == "experts_down":
-        return split(leaf, 1)
-    return split(leaf, leaf.ndim - 1 if name in FUSED_PARAMS else 0 if name in _ROW_SPLIT else None)
+    return _on(mesh, param_spec(name, leaf, mesh.shape[MODEL]))
 
 
 def param_shardings(params: Params, mesh: Mesh) -> Params:
     """Returns the shardings of a transformer's parameters; tables whose rows "model" does not divide are replicated."""
+    return _on(mesh, param_specs(params, mesh.shape[MODEL]))
 
-    def sharding(path: tuple, leaf: Any) -> Any:
-        return _shardings(str(getattr(path[-1], "key", "")), leaf, mesh)
 
-    return jax.tree_util.tree_map_with_path(sharding, params, is_leaf=_is_quantized)
+def _on(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, P))
 
 
 def _is_quantized(leaf: Any) -> bool:

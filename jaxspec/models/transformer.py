@@ -22,13 +22,13 @@ from jaxspec.core import cache as caches
 from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Entries, Params, Window
 from jaxspec.errors import InvalidConfig
-from jaxspec.models import delta
+from jaxspec.models import delta, shared_layers
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta import DeltaStore
 from jaxspec.models.execution import PALLAS_PLATFORMS, Execution
 from jaxspec.models.experts import NO_EXPERTS
 from jaxspec.models.layer_calls import calls_of
-from jaxspec.models.layers import look_up, rotation
+from jaxspec.models.layers import rotation
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import Norm
 from jaxspec.models.transformer_block import TransformerBlock
@@ -63,11 +63,11 @@ class Transformer(nnx.Module):
         added: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T F"], Entries]:
         """Returns the features, and the window's entries in the first `layers` layers; see `TransformerLM`."""
-        x = look_up(self.embed[...], window.tokens) * self.config.embed_scale
+        entries, c, calls = [], self.config, calls_of(self.execution)
+        x = calls.embed(self.embed[...], window.tokens) * c.embed_scale
         x = x if added is None else x + added
-        entries, c = [], self.config
         rotations = {rope: rotation(window.positions, rope, c.head_dim) for rope in {c.rope, c.window_rope or c.rope}}
-        calls, blocks = calls_of(self.execution), list(self.layers[:layers])
+        blocks = list(self.layers[:layers])
         norms = [block.norm_of(block.attn_norm) for block in blocks]
         streams = [read := calls.begin(x, norms[0])]
         for i, (block, following) in enumerate(zip(blocks, [*norms[1:], None])):
@@ -202,6 +202,11 @@ class TransformerLM:
     def _exact_in_pallas(self) -> bool:
         return self.execution.exact and self.execution.resolve().platform in PALLAS_PLATFORMS
 
+    @property
+    def _shares_layers(self) -> bool:
+        """Whether each device runs a program on its part of a layer; see `jaxspec.models.shared_layers`."""
+        return self.execution.shards > 1 and self._exact_in_pallas
+
     def with_execution(self, **changes: Any) -> "TransformerLM":
         """Returns the network with some fields of its `Execution` changed, such as `attention="pallas"`."""
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
@@ -240,12 +245,18 @@ class TransformerLM:
         added: Float[Array, "B T E"] | None = None,
     ) -> tuple[Float[Array, "B T F"], Entries]:
         """Reads a window; see `LanguageModel`. `added` is added to the embeddings of the window's tokens."""
+
+        def read(params: Params, window: Window, cache: Cache, past: Entries | None, added: Array | None) -> Any:
+            return self._module(params)(window, cache, past, self.layers, self.taps, added)
+
+        if self._shares_layers:
+            return shared_layers.read_window(read, self.execution.shards, params, window, cache, past, added)
         twice = self._exact_in_pallas and self.execution.products == "xla" and window.tokens.size == 1
         if not twice:
-            return self._module(params)(window, cache, past, self.layers, self.taps, added)
+            return read(params, window, cache, past, added)
         # XLA:GPU has other kernels for the norms of one row than for the norms of several rows.
         added = None if added is None else jnp.repeat(added, 2, 1)
-        features, entries = self._module(params)(_twice(window), cache, past, self.layers, self.taps, added)
+        features, entries = read(params, _twice(window), cache, past, added)
         return features[:, :1], jax.tree.map(lambda leaf: leaf[:, :, :, :1], entries)
 
     def commit(
@@ -269,7 +280,13 @@ class TransformerLM:
         return text._replace(stores=HybridStores(text.stores, states))
 
     def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
-        logits = self._module(params).logits(features[..., : self.config.hidden_size] if self.taps else features)
+        features = features[..., : self.config.hidden_size] if self.taps else features
+        if self._shares_layers:
+            logits = shared_layers.project(
+                lambda params, features: self._module(params).logits(features), self.execution.shards, params, features
+            )
+        else:
+            logits = self._module(params).logits(features)
         if self.execution.shards > 1:  # sampling needs every row's whole distribution
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]

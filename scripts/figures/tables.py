@@ -448,6 +448,17 @@ def tpu_layers(values: Values) -> str:
     return table(headings, rows)
 
 
+def mesh_layers(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        figures = [line.get(key, "") for key in ("kernels_of_a_layer", "received_by_a_layer", "received_by_the_rest")]
+        deep = f"{line['received_with_32_layers'] / 1e6:.1f}" if "received_with_32_layers" in line else ""
+        rows.append([line["chip"], line["what"], *map(str, figures), deep])
+    headings = ["chip", "what", "kernels of a layer", "bytes that a device receives in a layer", "outside the layers",
+                "MB in a round with 32 layers"]  # fmt: skip
+    return table(headings, rows)
+
+
 def mutants(values: Values) -> str:
     return table(
         ["bugs of other systems, reintroduced", "found by the tests"], [[str(values["bugs"]), str(values["found"])]]
@@ -546,4 +557,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
+    "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
 }  # fmt: skip

@@ -149,6 +149,11 @@ def is_alternative(one: Instruction) -> bool:
     return one.op == "while" and re.search(r'op_name="[^"]*/alternatives/while"', one.rest) is not None
 
 
+def is_floating(type: str) -> bool:
+    """Returns whether a type has an array of floating-point numbers."""
+    return re.search(r"\b(f|bf)\d+\[", type) is not None
+
+
 def is_kernel(one: Instruction) -> bool:
     """Returns whether an instruction is a Pallas kernel."""
     target = re.search(r'custom_call_target="([^"]*)"', one.rest)

@@ -8,7 +8,7 @@ from jaxspec.backend import layout
 from jaxspec.models.layer_calls_tpu import TpuCalls
 from scripts.library import hlo, loops, tier
 from scripts.library.loops import Case
-from scripts.prove import tpu, tpu_layers
+from scripts.prove import mesh_layers, tpu, tpu_layers
 
 pytestmark = pytest.mark.quick
 
@@ -296,6 +296,12 @@ def test_attention_in_pallas_moves_little_beside_a_layer_of_the_cache(compiler):
 @pytest.mark.parametrize("int8", [False, True])
 def test_nothing_of_xla_sums_in_layers_of_a_fixed_order(compiler, chip, int8):
     assert not tpu_layers.look(chip, 16, int8)["wrong"]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("int8", [False, True])
+def test_devices_that_share_layers_of_a_fixed_order_only_gather(compiler, int8):
+    assert not mesh_layers.look_at_layers("v5e", 16, int8)["wrong"]
 
 
 @pytest.mark.tpu

@@ -12,8 +12,9 @@ from helpers import placed
 from helpers.checkpoints import tiny_config
 from helpers.compiling import simulated
 from helpers.paths import TESTS
-from jaxspec.models.columns import FUSED_PARAMS, group_by_shard, ungroup
+from jaxspec.models.columns import group_by_shard, ungroup
 from jaxspec.models.config import DeltaSizes, Experts
+from jaxspec.models.placement import FUSED_PARAMS
 
 PROGRAM = """
 import json, sys

@@ -20,7 +20,7 @@ from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import attention_pallas, transformer
 from jaxspec.models.config import DeltaSizes, ModelConfig
-from jaxspec.models.exact import find_gap, resolve_exact
+from jaxspec.models.exact import check_shared, find_gap, resolve_exact
 from jaxspec.models.execution import Execution
 from jaxspec.models.rope import Rope
 
@@ -174,7 +174,24 @@ def test_the_form_is_shown():
         ),
         ({"dtype": "float32"}, "exact=True on a GPU needs weights in bfloat16 or int8, got float32"),
         ({"dtype": "file"}, "exact=True on a GPU needs weights in bfloat16 or int8, got file"),
-        ({"execution": Execution(shards=2)}, "exact=True is for layers on one device, got 2"),
+        ({"execution": Execution(shards=3)}, "splits layers over 1, 2, 4 or 8 devices, got 3"),
+        (
+            {"execution": Execution(shards=4)},
+            "exact=True with layers split over 4 devices runs the products in Pallas, but products='pallas' needs a "
+            "multiple of 64 for intermediate_size on 4 devices, got 96; leave it out",
+        ),
+        (
+            {"execution": Execution(shards=4), "config": config(intermediate_size=256)},
+            "a multiple of 4 for num_kv_heads on 4 devices, got 2",
+        ),
+        (
+            {"execution": Execution(shards=2), "config": config(vocab_size=80)},
+            "a multiple of 32 for vocab_size on 2 devices, got 80",
+        ),
+        (
+            {"execution": Execution(shards=2), "platform": "tpu", "config": config(head_dim=128)},
+            "a multiple of 256 for intermediate_size on 2 devices, got 96",
+        ),
         ({"config": config(delta=DeltaSizes(1, 1, 16, 16), recurrent=(True,))}, "without recurrent layers"),
         ({"config": config(head_dim=80)}, "needs heads whose width is a power of two"),
     ],
@@ -182,6 +199,38 @@ def test_the_form_is_shown():
 def test_what_it_cannot_hold_is_refused(changes, message):
     with pytest.raises(InvalidConfig, match=message):
         resolve(**changes)
+
+
+def test_devices_share_layers_with_products_in_pallas():
+    found = resolve(execution=Execution(shards=2))
+    assert found == Execution(shards=2, exact=True, products="pallas")
+    assert dataclasses.replace(found, platform="gpu").resolve().attention == "pallas"
+    with pytest.raises(InvalidConfig, match="splits layers over devices only with products in Pallas, got 2 devices"):
+        Execution(shards=2, exact=True)
+
+
+def test_a_placed_model_that_devices_cannot_share_is_refused():
+    def check(platform: str = "gpu", shards: int = 2, **changes) -> None:
+        execution = dataclasses.replace(Execution(exact=True, products="pallas"), **changes)
+        check_shared(execution, CONFIG, platform, shards)
+
+    check()
+    check(shards=1, products="xla")
+    check(platform="cpu", shards=1)
+    with pytest.raises(InvalidConfig, match="exact=True with products by XLA is for layers on one device, got 2"):
+        check(products="xla")
+    with pytest.raises(InvalidConfig, match="exact=True on a CPU is for layers on one device, got 2"):
+        check("cpu")
+    with pytest.raises(InvalidConfig, match="a multiple of 64 for intermediate_size on 4 devices, got 96; use another"):
+        check(shards=4)
+
+
+def test_layers_that_devices_share_run_on_a_mesh_only():
+    lm = transformer.TransformerLM(CONFIG, "bfloat16", execution=Execution(exact=True, products="pallas", shards=2))
+    lm = lm.with_execution(platform="gpu")
+    params = jax.eval_shape(lm.init_params, jax.random.key(0))
+    with pytest.raises(InvalidConfig, match="split over 2 devices and run on a mesh only; pass it"):
+        lm.head(params, jnp.zeros((1, 1, CONFIG.hidden_size)))
 
 
 def test_other_values_are_refused():

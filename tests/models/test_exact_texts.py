@@ -18,6 +18,7 @@ import cases
 import jaxspec
 from helpers import pallas, toys
 from helpers.covering import pairwise
+from helpers.quantizing import quantize_by_powers
 from helpers.tiers import with_slow
 from helpers.toys import RAGGED, lively, noisy
 from jaxspec import registry
@@ -28,7 +29,6 @@ from jaxspec.heads.network import init_params
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.exact import find_gap
 from jaxspec.models.execution import Execution
-from jaxspec.models.quantized import Quantized, quantize
 from jaxspec.models.transformer import TransformerLM
 
 CONFIG = ModelConfig(
@@ -60,21 +60,6 @@ def model(kind: str) -> jaxspec.Model:
     lm = TransformerLM(FOR_TPU if platform == "tpu" else CONFIG, "bfloat16", execution=execution)
     params = lively(noisy(lm.init_params(jax.random.key(0)), 0, 0.1), 3.0)
     return jaxspec.Model(lm, quantize_by_powers(params) if kind.endswith("int8") else params)
-
-
-def quantize_by_powers(params: Any) -> Any:
-    """Quantizes parameters to int8 with powers of two as scales, so that products with scales are not rounded.
-
-    Elsewhere XLA:CPU may round such a product and the sum after it once (FMA) or twice, in two programs differently,
-    because kernels are plain operations here.
-    """
-
-    def round_scale(leaf: Any) -> Any:
-        if not isinstance(leaf, Quantized):
-            return leaf
-        return Quantized(leaf.values, jnp.exp2(jnp.round(jnp.log2(leaf.scale))))
-
-    return jax.tree.map(round_scale, quantize(params), is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
 
 def keys(rows: Sequence[int]) -> jax.Array:

@@ -187,6 +187,37 @@ def test_nothing_between_embedding_and_logits_sums_but_the_kernels(platform):
         assert not (floats and equation.primitive.name in sums), equation.primitive.name
 
 
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_devices_that_share_layers_exchange_numbers_only_by_gathers(platform):
+    """Collectives that add have an order that the hardware chooses."""
+    config = CONFIG if platform == "gpu" else dataclasses.replace(FOR_TPU, num_kv_heads=2, intermediate_size=512)
+    execution = Execution(platform=platform, products="pallas", exact=True, shards=2)
+    lm = TransformerLM(dataclasses.replace(config, num_layers=2), "bfloat16", execution=execution)
+    params = jax.eval_shape(lambda: quantize(lm.init_params(jax.random.key(0))))
+    cache = jax.eval_shape(lambda: lm.init_cache(1, 256))
+    window = Window(jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 5), jnp.int32), jnp.ones((1, 5, 5), bool))
+
+    def run(params, cache):
+        features, new = lm.apply(params, window, cache)
+        return lm.head(params, features), new
+
+    mesh: Any = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), axis_names={"data"}, check_vma=False)
+    program = jax.make_jaxpr(mapped)(params, cache)
+    logits, keys, values = program.out_avals
+    assert logits.shape == (1, 5, config.vocab_size)
+    assert keys.shape == values.shape == (2, 1, config.num_kv_heads, 5, config.head_dim)
+    found = list(equations(program.jaxpr))
+    kernels = [equation.params["name"] for equation in found if equation.primitive.name == "pallas_call"]
+    heads = "split_heads" if platform == "gpu" else "rotate_heads"
+    add = ["multiply_segments", "add_shares"]
+    layer = ["multiply", heads, "attend", *add, "multiply_gated", *add]
+    assert kernels == [*(["prepare"] if platform == "gpu" else []), *layer * 2, "normalize", "multiply"]
+    assert sum(equation.primitive.name == "all_gather" for equation in found) == 2 * 2 + 2
+    others = {"psum", "psum_invariant", "psum2", "psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "pmax"}
+    assert not others & {equation.primitive.name for equation in found}
+
+
 @pytest.mark.slow
 def test_texts_are_those_of_plain_decoding():
     config = dataclasses.replace(CONFIG, num_layers=2, tie_embeddings=False)

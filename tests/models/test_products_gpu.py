@@ -1,10 +1,13 @@
 """Tests what the fixed-order kernels compile to for GPUs, and that the checks of `make gpu` find defects."""
 
+import jax
 import pytest
 
 from jaxspec.models import products_pallas as products
+from jaxspec.models import shared_layers
 from jaxspec.models.layer_calls_pallas import PallasCalls
-from scripts.prove import gpu_layers
+from jaxspec.models.layers import look_up
+from scripts.prove import gpu_layers, mesh_layers
 
 PTX = """
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %f1, %f2 }, { %r1, %r2 }, { %r3 }, { %f91, %f92 };
@@ -35,6 +38,26 @@ def test_accumulators_are_single_chains_at_any_number_of_rows(compiler, name, ro
 
 
 @pytest.mark.gpu
+def test_shares_of_devices_are_rounded_as_on_one_device(compiler, tmp_path):
+    """A product and a sum that are rounded once (FMA) would depend on the kernel that they are in."""
+    one = gpu_layers.calls("h100", 16)["out, int8"]
+    rows, (x, scale) = one.arguments[0].shape[0], one.arguments[2:]
+    shares = jax.ShapeDtypeStruct((2, rows, x.shape[1]), "float32", sharding=x.sharding)
+
+    def add_shares(shares, x, scale):
+        return products.add_shares(shares, x, scale, output_scale=scale)
+
+    for name, function, arguments in (
+        ("one", one.function, one.arguments), ("shares", add_shares, (shares, x, scale)),
+    ):  # fmt: skip
+        jax.jit(function).lower(*arguments).compile({"xla_dump_to": str(tmp_path / name)})
+        ptx = "".join(path.read_text() for path in (tmp_path / name).glob("*.ptx"))
+        assert "mul.rn.f32" in ptx
+        assert "fma" not in ptx
+        assert "shfl" not in ptx  # sums of squares have an order of their own
+
+
+@pytest.mark.gpu
 def test_nothing_of_xla_sums_between_embedding_and_logits(compiler):
     row = gpu_layers.look_at_layers("h100", 16)
     assert not row["wrong"]
@@ -58,3 +81,17 @@ def test_the_check_finds_a_second_tile_of_inputs(compiler, monkeypatch):
 def test_the_check_finds_a_norm_that_is_left_to_xla(compiler, monkeypatch):
     monkeypatch.setattr(PallasCalls, "finish", lambda self, read, norm: norm(self.residual(read)))
     assert any("XLA sums" in one for one in gpu_layers.look_at_layers("h100", 16)["wrong"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
+def test_devices_that_share_layers_only_gather(compiler, int8):
+    assert not mesh_layers.look_at_layers("h100", 16, int8)["wrong"]
+
+
+@pytest.mark.gpu
+def test_the_check_finds_a_sum_that_is_left_to_nccl(compiler, monkeypatch):
+    monkeypatch.setattr(shared_layers, "gather", lambda share: jax.lax.psum(share, "model")[None])
+    monkeypatch.setattr(shared_layers, "look_up_share", lambda table, tokens, size: look_up(table, tokens))
+    wrong = mesh_layers.look_at_layers("h100", 16, False)["wrong"]
+    assert any("the devices exchange numbers by all-reduce" in one for one in wrong)

@@ -22,13 +22,14 @@ from scripts.prove import product_shapes
 
 EPSILON = 1e-5
 HIDDEN, UNITS, KEYS, GROUPS, WIDTH, VOCAB = 128, 192, 2, 2, 16, 64
-multiply, multiply_gated, multiply_add, multiply_segments, prepare, normalize, split_heads = (
+multiply, multiply_gated, multiply_add, multiply_segments, add_shares, prepare, normalize, split_heads = (
     functools.partial(getattr(products, name), interpret=True)
     for name in (
         "multiply",
         "multiply_gated",
         "multiply_add",
         "multiply_segments",
+        "add_shares",
         "prepare",
         "normalize",
         "split_heads",
@@ -152,6 +153,26 @@ def test_several_devices_have_the_bits_of_one():
             np.testing.assert_array_equal(total, one, err_msg=f"{devices} devices, {kind}")
             if devices == 8:
                 assert (functools.reduce(operator.add, parts) != products.add_in_tree(parts)).any()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_shares_of_devices_are_added_and_prepared_as_on_one_device(kind):
+    rng = np.random.default_rng(5)
+    rows, inputs, outputs, devices = 48, 256, 64, 4
+    x, weight = normal(rng, rows, inputs).astype(jnp.bfloat16), stored(normal(rng, inputs, outputs), kind)
+    if kind == "int8":  # powers of two, because XLA:CPU may round a product and a sum once
+        weight = Quantized(weight.values, jnp.exp2(jnp.round(jnp.log2(weight.scale))))
+    residual, scale, bias = normal(rng, rows, outputs), normal(rng, outputs), normal(rng, outputs)
+    shares = []
+    for at in np.split(np.arange(inputs), devices):
+        own = Quantized(weight.values[:, at], weight.scale) if kind == "int8" else weight[at]
+        shares.append(multiply_segments(x[:, at], own, segment_count(inputs) // devices))
+    output_scale = weight.scale if kind == "int8" else None
+    for options in ((residual, scale), (None,)):
+        one = multiply_add(x, weight, *options, bias=bias)
+        other = add_shares(jnp.stack(shares), *options, output_scale=output_scale, bias=bias)
+        for ours, expected in zip(jax.tree.leaves(other), jax.tree.leaves(one), strict=True):
+            np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(expected, np.float32))
 
 
 @pytest.mark.parametrize("first", [0, 6])

@@ -22,9 +22,17 @@ from jaxspec.models.rows import Norm
 
 EPSILON = 1e-5
 HIDDEN, UNITS, KEYS, GROUPS, WIDTH, VOCAB = 256, 384, 1, 2, 128, 200
-multiply, multiply_gated, multiply_add, normalize, rotate_heads = (
+multiply, multiply_gated, multiply_add, multiply_segments, add_shares, normalize, rotate_heads = (
     functools.partial(getattr(products, name), interpret=True)
-    for name in ("multiply", "multiply_gated", "multiply_add", "normalize", "rotate_heads")
+    for name in (
+        "multiply",
+        "multiply_gated",
+        "multiply_add",
+        "multiply_segments",
+        "add_shares",
+        "normalize",
+        "rotate_heads",
+    )
 )
 
 
@@ -135,6 +143,25 @@ def test_values_are_those_of_xla_but_for_the_rounding_of_rows(kind):
         ]
     for ours, theirs in pairs:
         np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, rtol=0.01, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_several_devices_have_the_bits_of_one(kind):
+    rng = np.random.default_rng(6)
+    rows, inputs, outputs, devices = 32, 1024, 200, 4
+    x, weight = normal(rng, rows, inputs).astype(jnp.bfloat16), stored(normal(rng, inputs, outputs), kind)
+    if kind == "int8":  # powers of two, because XLA:CPU may round a product and a sum once
+        weight = Quantized(weight.values, jnp.exp2(jnp.round(jnp.log2(weight.scale))))
+    residual, bias = normal(rng, rows, outputs), normal(rng, outputs)
+    shares = []
+    for at in np.split(np.arange(inputs), devices):
+        own = Quantized(weight.values[:, at], weight.scale) if kind == "int8" else weight[at]
+        shares.append(multiply_segments(x[:, at], own, segment_count(inputs) // devices))
+    output_scale = weight.scale if kind == "int8" else None
+    for before in (residual, None):
+        one = multiply_add(x, weight, before, bias=bias)
+        np.testing.assert_array_equal(add_shares(jnp.stack(shares), before, output_scale=output_scale, bias=bias), one)
+    assert (functools.reduce(operator.add, shares) != add_in_tree(shares)).any()
 
 
 def test_norms_and_heads_are_those_of_xla():
