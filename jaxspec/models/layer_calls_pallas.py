@@ -50,6 +50,13 @@ def check_sizes(config: ModelConfig, platform: str = "gpu", shards: int = 1) -> 
         "num_kv_heads": (config.num_kv_heads, shards),
         "vocab_size": (config.vocab_size, shards if on_tpu else unit * shards),
     }
+    if not on_tpu and shards > 1:
+        # The order in which a product sums the squares of the norm before it depends on a tile of fewer outputs.
+        heads = config.num_heads + 2 * config.num_kv_heads
+        sizes["the width of queries, keys and values"] = (
+            heads * config.head_dim,
+            products.PLAIN_TILE.outputs * shards,
+        )
     where = "" if shards == 1 else f" on {shards} devices"
     for name, (size, multiple) in sizes.items():
         if size % multiple:

@@ -185,6 +185,10 @@ def test_the_form_is_shown():
             "a multiple of 4 for num_kv_heads on 4 devices, got 2",
         ),
         (
+            {"execution": Execution(shards=2), "config": config(head_dim=16, num_heads=6, num_kv_heads=2)},
+            "a multiple of 64 for the width of queries, keys and values on 2 devices, got 160",
+        ),
+        (
             {"execution": Execution(shards=2), "config": config(vocab_size=80)},
             "a multiple of 32 for vocab_size on 2 devices, got 80",
         ),

@@ -1,5 +1,7 @@
 """Tests what the fixed-order kernels compile to for GPUs, and that the checks of `make gpu` find defects."""
 
+import itertools
+
 import jax
 import pytest
 
@@ -7,6 +9,7 @@ from jaxspec.models import products_pallas as products
 from jaxspec.models import shared_layers
 from jaxspec.models.layer_calls_pallas import PallasCalls
 from jaxspec.models.layers import look_up
+from scripts.library import chains
 from scripts.prove import gpu_layers, mesh_layers
 
 PTX = """
@@ -55,6 +58,23 @@ def test_shares_of_devices_are_rounded_as_on_one_device(compiler, tmp_path):
         assert "mul.rn.f32" in ptx
         assert "fma" not in ptx
         assert "shfl" not in ptx  # sums of squares have an order of their own
+
+
+@pytest.mark.gpu
+def test_a_norm_is_summed_alike_for_any_share_of_the_outputs(compiler, tmp_path):
+    """The squares of a norm are summed by a reduction of Triton, whose order depends on the kernel around it."""
+    found = {}
+    for rows, name, share in itertools.product((16, 64), ("qkv", "gate_up"), (1, 2, 8)):
+        call = gpu_layers.calls("h100", rows)[f"{name}, bfloat16"]
+        prepared, weight = call.arguments
+        inputs, outputs = weight.shape
+        own = jax.ShapeDtypeStruct((inputs, outputs // share), weight.dtype, sharding=weight.sharding)
+        folder = tmp_path / f"{rows}-{name}-{share}"
+        jax.jit(call.function).lower(prepared, own).compile({"xla_dump_to": str(folder)})
+        ptx = next(text for path in folder.glob("*.ptx") if "rsqrt" in (text := path.read_text()))
+        found[folder.name] = chains.steps_of_norm(ptx)
+    assert len(set(found.values())) == 1, found.keys()
+    assert any("shfl" in step for step in found["16-qkv-1"])
 
 
 @pytest.mark.gpu
