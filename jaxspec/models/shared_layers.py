@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.mesh import MODEL
+from jaxspec.core.mesh import DATA, MODEL
 from jaxspec.core.records import KV, Cache, Entries, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.layers import look_up
@@ -39,15 +40,18 @@ def over_devices(function: Callable, size: int, params: Params, specs: tuple, ou
         outs: partition specs of the results. Results that are not split must be the same on every device.
 
     Raises:
-        InvalidConfig: no mesh with this number of devices on "model" is in use.
+        InvalidConfig: no mesh with this number of devices on "model" is in use. Shapes can be computed without a mesh.
     """
-    found = dict(jax.sharding.get_abstract_mesh().shape).get(MODEL)
-    if found != size:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty and all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+        mesh = AbstractMesh((1, size), (DATA, MODEL))
+    if dict(mesh.shape).get(MODEL) != size:
         raise InvalidConfig(
             f"layers with exact=True are split over {size} devices and run on a mesh only; pass it (mesh=...)"
         )
     return jax.shard_map(
         function,
+        mesh=mesh,
         in_specs=(param_specs(params, size), *specs),
         out_specs=outs,
         axis_names={MODEL},

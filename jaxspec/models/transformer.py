@@ -281,12 +281,13 @@ class TransformerLM:
 
     def head(self, params: Params, features: Float[Array, "B T F"]) -> Float[Array, "B T V"]:
         features = features[..., : self.config.hidden_size] if self.taps else features
+
+        def project(params: Params, features: Array) -> Array:
+            return self._module(params).logits(features)
+
         if self._shares_layers:
-            logits = shared_layers.project(
-                lambda params, features: self._module(params).logits(features), self.execution.shards, params, features
-            )
-        else:
-            logits = self._module(params).logits(features)
+            return shared_layers.project(project, self.execution.shards, params, features)[..., : self.vocab]
+        logits = project(params, features)
         if self.execution.shards > 1:  # sampling needs every row's whole distribution
             logits = lax.with_sharding_constraint(logits, jax.P())
         return logits[..., : self.vocab]

@@ -56,7 +56,7 @@ def model(kind: str, layers: int = 1) -> jaxspec.Model:
 
 def layers_for(name: str) -> int:
     """Returns the number of layers of a target for a drafter."""
-    return 2 if name == "early-exit" else 1
+    return 2 if name in ("early-exit", "eagle") else 1
 
 
 def drafting(name: str, kind: str) -> dict[str, Any]:

@@ -232,9 +232,10 @@ def test_a_placed_model_that_devices_cannot_share_is_refused():
 def test_layers_that_devices_share_run_on_a_mesh_only():
     lm = transformer.TransformerLM(CONFIG, "bfloat16", execution=Execution(exact=True, products="pallas", shards=2))
     lm = lm.with_execution(platform="gpu")
-    params = jax.eval_shape(lm.init_params, jax.random.key(0))
+    params, features = lm.init_params(jax.random.key(0)), jnp.zeros((1, 1, CONFIG.hidden_size))
     with pytest.raises(InvalidConfig, match="split over 2 devices and run on a mesh only; pass it"):
-        lm.head(params, jnp.zeros((1, 1, CONFIG.hidden_size)))
+        lm.head(params, features)
+    assert jax.eval_shape(lm.head, params, features).shape == (1, 1, CONFIG.vocab_size)
 
 
 def test_other_values_are_refused():
