@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.mesh import DATA, MODEL
 from jaxspec.core.records import KV, Cache, Entries, Params, Window
+from jaxspec.core.sampling import is_abstract
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.layers import look_up
 from jaxspec.models.packed import Matrix
@@ -43,7 +44,7 @@ def over_devices(function: Callable, size: int, params: Params, specs: tuple, ou
         InvalidConfig: no mesh with this number of devices on "model" is in use. Shapes can be computed without a mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty and all(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    if mesh.empty and all(map(is_abstract, jax.tree.leaves(params))):
         mesh = AbstractMesh((1, size), (DATA, MODEL))
     if dict(mesh.shape).get(MODEL) != size:
         raise InvalidConfig(
