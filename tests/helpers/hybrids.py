@@ -1,30 +1,19 @@
 """Small networks of attention and Gated DeltaNet."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
-from helpers.toys import lively, noisy
+from helpers.toys import SIZES, lively, noisy
 from jaxspec.core.mesh import make_mesh
 from jaxspec.models.config import DeltaSizes, ModelConfig
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    tie_embeddings=False,
-    qk_norm=True,
-    out_gate=True,
-    delta=DeltaSizes(2, 4, 16, 16),
-    recurrent=(True, True, False, True),
-)
+CONFIG = dataclasses.replace(SIZES, out_gate=True, delta=DeltaSizes(2, 4, 16, 16), recurrent=(True, True, False, True))
 LM = TransformerLM(CONFIG)
 PARAMS = lively(LM.init_params(jax.random.key(0)))
 DRAFT = noisy(PARAMS, 1, 0.05)

@@ -8,26 +8,16 @@ import jax.numpy as jnp
 
 import jaxspec
 from helpers.narrow import not_none
-from helpers.toys import lively, noisy
+from helpers.toys import SIZES, lively, noisy
 from jaxspec.core.mesh import make_mesh
 from jaxspec.core.records import Window
-from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
+from jaxspec.models.config import DeltaSizes, Experts
 from jaxspec.models.quantized import quantize
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=48,
-    intermediate_size=96,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    tie_embeddings=False,
-    qk_norm=True,
-    experts=Experts(6, 2, 32, shared_width=24),
-    sparse=(True, False, True),
+CONFIG = dataclasses.replace(
+    SIZES, hidden_size=48, num_layers=3, experts=Experts(6, 2, 32, shared_width=24), sparse=(True, False, True)
 )
 LM = TransformerLM(CONFIG)
 PARAMS = lively(LM.init_params(jax.random.key(0)))

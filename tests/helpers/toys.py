@@ -24,6 +24,10 @@ from jaxspec.models.transformer import TransformerLM
 from jaxspec.rules.coupled import Coupled
 
 RAGGED = from_paths([(0, 0, 0, 0), (0, 1), (1, 0), (2,)])
+SIZES = ModelConfig(
+    61, 64, 96, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, tie_embeddings=False, qk_norm=True
+)
+"""The sizes of networks with recurrent layers or mixtures of experts, without these."""
 
 
 # Running the core.
