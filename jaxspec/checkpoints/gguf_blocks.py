@@ -1,5 +1,6 @@
 """Reads the quantized blocks of GGUF files: splits them into scales and codes, following ggml's layouts."""
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 2048  # rows that are split at a time, so that memory never holds the codes of a whole matrix
 _FLOAT_TYPES = ("F32", "F16", "BF16")
+ROUNDED = "Q8_0"
+"""The type that matrices of other types are rounded to."""
 
 
 def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callable[[np.ndarray], np.ndarray]) -> Any:
@@ -39,8 +42,6 @@ def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callabl
     Raises:
         CheckpointError: a weight is not finite.
     """
-    import gguf
-
     kind = type_name(tensor)
     if kind in BLOCK_KINDS and len(tensor.shape) > 1:
         raw = raw_rows(data, tensor)
@@ -51,10 +52,10 @@ def read_native(where: str, name: str, data: Any, tensor: Tensor, order: Callabl
     if kind in _FLOAT_TYPES or array.ndim == 1:
         return array.astype(ml_dtypes.bfloat16) if kind == "BF16" else array
     warnings.warn(
-        f"{where}: tensors of type {kind} are rounded to Q8_0; the kernels support {', '.join(BLOCK_KINDS)}",
+        f"{where}: tensors of type {kind} are rounded to {ROUNDED}; the kernels support {', '.join(BLOCK_KINDS)}",
         stacklevel=2,
     )
-    return read_blocks("Q8_0", gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0))
+    return _round(array)
 
 
 def native_bytes(tensor: StoredTensor) -> int:
@@ -62,7 +63,7 @@ def native_bytes(tensor: StoredTensor) -> int:
     if tensor.type in _FLOAT_TYPES or len(tensor.shape) == 1:
         return math.prod(tensor.shape) * (2 if tensor.type == "BF16" else 4)
     *experts, outputs, inputs = tensor.shape
-    return math.prod(experts) * BLOCK_KINDS.get(tensor.type, BLOCK_KINDS["Q8_0"]).bytes(outputs, inputs)
+    return math.prod(experts) * BLOCK_KINDS.get(tensor.type, BLOCK_KINDS[ROUNDED]).bytes(outputs, inputs)
 
 
 def join(matrices: list[Any], transpose: bool) -> Any:
@@ -71,15 +72,34 @@ def join(matrices: list[Any], transpose: bool) -> Any:
 
     if all(isinstance(matrix, Blocks) for matrix in matrices):
         stacked = Blocks.stack(matrices)
-        if len(stacked.parts) > 1 and stacked.parts[0].ndim == 4:
-            raise CheckpointError(
-                f"the experts of a layer have matrices of several types ({', '.join(stacked.kinds)}), which the kernel "
-                "does not multiply; load the file with dtype 'int8'"
-            )
-        return stacked
+        if len(stacked.parts) == 1 or stacked.parts[0].ndim < 4:
+            return stacked
+        warnings.warn(
+            f"experts with gate and up projections of several types ({', '.join(stacked.kinds)}) are rounded to "
+            f"{ROUNDED}; the kernel multiplies by one type",
+            stacklevel=2,
+        )
+        return Blocks.stack([_round_experts(matrix) for matrix in matrices])
     return join_arrays(
         [np.asarray(matrix.unpack()) if isinstance(matrix, Blocks) else matrix for matrix in matrices], transpose
     )
+
+
+def _round_experts(matrices: "Blocks") -> "Blocks":
+    """Rounds the matrices of experts to `ROUNDED`, one after the other."""
+    if matrices.kinds == (ROUNDED,):
+        return matrices
+    rounded = []
+    for i in range(len(matrices.parts[0])):
+        one = dataclasses.replace(matrices, parts=tuple(part[i] for part in matrices.parts))
+        rounded.append(_round(np.asarray(one.unpack())))
+    return dataclasses.replace(rounded[0], parts=(np.stack([one.parts[0] for one in rounded]),))
+
+
+def _round(array: np.ndarray) -> "Blocks":
+    import gguf
+
+    return read_blocks(ROUNDED, gguf.quants.quantize(array, gguf.GGMLQuantizationType[ROUNDED]))
 
 
 def rotation_halves(array: np.ndarray, head_dim: int) -> np.ndarray:

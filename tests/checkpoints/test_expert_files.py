@@ -4,11 +4,11 @@ import gguf
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import jaxspec
-from helpers.families import tokens_of, write_checkpoint
-from helpers.hybrid_files import write_gguf
+from helpers.families import split_experts, tokens_of, write_checkpoint
+from helpers.hybrid_files import widened, write_gguf
 from helpers.logits import GOLDEN, POSITIONS, logits_in_pieces
 from helpers.tiers import with_slow
 from jaxspec.checkpoints.hf_families import read_config
@@ -18,26 +18,12 @@ from jaxspec.errors import CheckpointError
 from jaxspec.kernels import library
 from jaxspec.models.config import Experts
 
-CASES = ("qwen3-moe", "qwen3-moe-dense-layers", "qwen3.5-moe")
+CASES = ("qwen3-moe", "qwen3-moe-dense-layers", "qwen3.5-moe", "qwen3-next")
 
 
 def write(path, case: str):
     write_checkpoint(path, case, GOLDEN[case]["settings"], GOLDEN[case]["shapes"])
     return path
-
-
-def split_experts(path) -> None:
-    """Rewrites the tensors of all experts as tensors of single experts, as published files of Qwen3-MoE have them."""
-    tensors = {}
-    for name, array in load_file(path / "model.safetensors").items():
-        prefix, found, kind = name.partition("mlp.experts.")
-        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        for i, matrix in enumerate(array) if found else ():
-            for part, half in zip(names, np.split(matrix, len(names))):
-                tensors[f"{prefix}mlp.experts.{i}.{part}.weight"] = np.ascontiguousarray(half)
-        if not found:
-            tensors[name] = array
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,10 +51,7 @@ def test_gguf_files_have_the_logits_of_transformers(tmp_path, case):
 def test_blocks_of_experts_are_kept(tmp_path):
     """Q8_0 in experts of 32 inputs; the down projections have 20, which no block has."""
     types = {"_exps.weight": gguf.GGMLQuantizationType.Q8_0}
-    golden = {"settings": GOLDEN["qwen3-moe"]["settings"] | {"moe_intermediate_size": 32}, "shapes": {}}
-    for name, shape in GOLDEN["qwen3-moe"]["shapes"].items():
-        wide = {20: 32, 40: 64}
-        golden["shapes"][name] = [wide.get(size, size) for size in shape] if ".experts." in name else shape
+    golden = widened("qwen3-moe", moe_intermediate_size=32)
     path = write_gguf(tmp_path / "model.gguf", "qwen3-moe", golden=golden, types=types)
     kept, exact = load(path, dtype="file"), load(path, kernels=False)
     for i, layer in exact.params["layers"].items():
@@ -81,8 +64,31 @@ def test_blocks_of_experts_are_kept(tmp_path):
     assert np.abs(found - expected).mean() < 0.2
     mixed = write_gguf(tmp_path / "mixed.gguf", "qwen3-moe", golden=golden,
                        types={"gate_exps.weight": gguf.GGMLQuantizationType.Q4_0} | types)  # fmt: skip
-    with pytest.raises(CheckpointError, match=r"several types \(Q4_0, Q8_0\).*load the file with dtype 'int8'"):
-        load(mixed, dtype="file")
+    with pytest.warns(UserWarning, match=r"projections of several types \(Q4_0, Q8_0\) are rounded to Q8_0"):
+        kept, exact = load(mixed, dtype="file"), load(mixed, kernels=False)
+    for i, layer in exact.params["layers"].items():
+        gate_up = kept.params["layers"][i]["experts_gate_up"]
+        assert gate_up.kinds == ("Q8_0",)
+        np.testing.assert_allclose(gate_up.unpack().swapaxes(1, 2), layer["experts_gate_up"], atol=0.02)
+
+
+@pytest.mark.skipif(not library.kernels_available(), reason=library.describe_kernels())
+@pytest.mark.parametrize("case", with_slow(["qwen3.5", "qwen3-moe", "qwen3.5-moe"], {"qwen3.5", "qwen3-moe"}))
+def test_blocks_of_256_inputs_are_kept_in_recurrent_layers_and_experts(tmp_path, case):
+    """Q4_K, and Q6_K in the down projections of experts, as in files of the type Q4_K_M."""
+    kinds = gguf.GGMLQuantizationType
+    names = ("_exps", "attn_qkv", "attn_gate", "attn_q", "ffn_gate", "ffn_up")
+    types = {"_down_exps.weight": kinds.Q6_K} | {f"{name}.weight": kinds.Q4_K for name in names}
+    sizes = {} if case == "qwen3.5" else {"moe_intermediate_size": 256}
+    path = write_gguf(tmp_path / "model.gguf", case, golden=widened(case, hidden_size=256, **sizes), types=types)
+    kept, exact = load(path, dtype="file", report=print), load(path, kernels=False, report=print)
+    matrices = {"qwen3.5": ("qkvz", "gate_up"), "qwen3-moe": ("experts_gate_up", "experts_down")}
+    for name in matrices.get(case, ("qkvz", "experts_gate_up", "experts_down")):
+        blocks = kept.params["layers"][0][name]
+        assert blocks.kinds[0] == ("Q6_K" if name == "experts_down" else "Q4_K")
+        np.testing.assert_allclose(blocks.unpack().swapaxes(-1, -2), exact.params["layers"][0][name], atol=1e-5)
+    found, expected = (logits_in_pieces(model, tokens_of(case)) for model in (kept, exact))
+    assert np.abs(found - expected).mean() < 0.05 * np.ptp(expected)  # activations are rounded to 8 bits
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """GGUF files of tiny random models with Gated DeltaNet or experts, as llama.cpp's converter writes them."""
 
+import zlib
+
 import gguf
 import numpy as np
 
+from helpers.blocks import raw_weights
 from helpers.families import random_tensor
 from helpers.logits import GOLDEN
 from helpers.narrow import not_none
+from jaxspec.checkpoints.base import file_parts
 from jaxspec.checkpoints.hf_families import read_config
 from jaxspec.models.config import DeltaSizes
 
@@ -75,6 +79,25 @@ def in_gguf(name: str, array: np.ndarray, sizes: DeltaSizes | None) -> np.ndarra
     return array[:, 0] if name.endswith("conv1d.weight") else array
 
 
+def widened(case: str, **sizes: int) -> dict:
+    """Returns the settings of a case with other sizes, and the shapes of its tensors."""
+    settings = GOLDEN[case]["settings"] | sizes
+    config, family = read_config("config.json", settings)
+    names, shapes = family.all_names(config, fused=True), {}
+    for name, shape in config.param_shapes().items():
+        shapes |= {file: list(own) for file, own in file_parts(config, names, name, shape).shapes.items()}
+    return {"settings": settings, "shapes": shapes}
+
+
+def encoded(name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Returns a matrix in blocks; in a type that the gguf package cannot write, random weights of the same size."""
+    if kind not in (gguf.GGMLQuantizationType.Q4_K, gguf.GGMLQuantizationType.Q6_K):
+        return gguf.quants.quantize(array, kind)
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    raw = raw_weights(rng, kind.name, array.size // array.shape[-1], array.shape[-1], float(array.std()))
+    return raw.reshape(*array.shape[:-1], -1)
+
+
 def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=None):
     """Writes the model of a case, with a block for multi-token prediction that is only named, or whole in `golden`.
 
@@ -129,8 +152,9 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
     names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     found = {}
     for name, shape in shapes.items():
-        if name.startswith("model.layers."):
-            layer, part = name.removeprefix("model.layers.").split(".", 1)
+        if name.startswith(("model.layers.", "mtp.layers.0.")):
+            layer, part = name.removeprefix("model.layers.").removeprefix("mtp.layers.").split(".", 1)
+            layer = config.num_layers if name.startswith("mtp.") else layer
             if part == "mlp.experts.gate_up_proj":
                 halves = np.split(random_tensor(case, name, shape), 2, axis=1)
                 found |= {f"blk.{layer}.ffn_{kind}_exps.weight": half for kind, half in zip(("gate", "up"), halves)}
@@ -138,7 +162,7 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
             plain = sizes is None and part == "post_attention_layernorm.weight"
             file = f"blk.{layer}.{'ffn_norm.weight' if plain else TENSORS[part]}"
         elif name.startswith("mtp."):
-            file = f"blk.{config.num_layers}.{NEXTN.get(name) or TENSORS[name.removeprefix('mtp.layers.0.')]}"
+            file = f"blk.{config.num_layers}.{NEXTN[name]}"
         else:
             file = names.get(name, "output.weight")
         found[file] = in_gguf(name, random_tensor(case, name, shape), sizes)
@@ -147,7 +171,7 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
     for name, array in (found | (tensors or {})).items():
         array = np.ascontiguousarray(array, np.float32)
         kind = next((kind for end, kind in (types or {}).items() if name.endswith(end) and array.ndim > 1), None)
-        data = array if kind is None else gguf.quants.quantize(array, kind)
+        data = array if kind is None else encoded(name, array, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
