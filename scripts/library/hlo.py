@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
@@ -72,6 +73,12 @@ def shape(type: str) -> tuple[int, ...]:
     return tuple(map(int, filter(None, re.findall(ARRAY, type)[0][1].split(","))))
 
 
+def float_shapes(type: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of the float32 arrays in the type of a tuple that have at least two axes."""
+    found = [shape(array[0]) for array in re.finditer(ARRAY, type) if array[1] == "f32"]
+    return [sizes for sizes in found if len(sizes) > 1]
+
+
 def elements(type: str) -> int:
     """Returns the number of elements of an array's type."""
     return math.prod(shape(type))
@@ -131,16 +138,25 @@ def _results(
     return written(parts, root)
 
 
-def moved(parts: dict[str, list[Instruction]], name: str) -> int:
+def once(loop: Instruction) -> int:
+    """Returns 1, the number of iterations of a loop about which nothing is known."""
+    return 1
+
+
+def moved(parts: dict[str, list[Instruction]], name: str, iterations: Callable[[Instruction], int] = once) -> int:
     """Returns the bytes of HBM that a computation reads and writes.
 
-    The body of a loop counts once; a conditional counts as its costliest branch, and so do loops of which one runs (see
-    `is_alternative`). Of an array that is sliced,
-    gathered or updated in place, only that part counts. An array that is copied to VMEM counts at the copy. Of a cache
-    [L, B, H, S, K] a Pallas kernel reads one layer.
+    A conditional counts as its costliest branch, and so do loops of which one runs (see `is_alternative`). Of an array
+    that is sliced, gathered or updated in place, only that part counts. An array that is copied to VMEM counts at the
+    copy. Of a cache [L, B, H, S, K] a Pallas kernel reads one layer.
+
+    Args:
+        parts: the computations of the program.
+        name: the computation.
+        iterations: the number of iterations of an inner loop.
     """
     types = {one.name: one.type for one in parts[name]}
-    costs = [(is_alternative(one), _moved(parts, types, one)) for one in parts[name]]
+    costs = [(is_alternative(one), _moved(parts, types, one, iterations)) for one in parts[name]]
     return sum(cost for other, cost in costs if not other) + max((cost for other, cost in costs if other), default=0)
 
 
@@ -193,13 +209,18 @@ def serial_sums(parts: dict[str, list[Instruction]]) -> list[tuple[str, int]]:
     return sorted(found.items(), key=lambda pair: -pair[1])
 
 
-def _moved(parts: dict[str, list[Instruction]], types: dict[str, str], one: Instruction) -> int:
+def _moved(
+    parts: dict[str, list[Instruction]],
+    types: dict[str, str],
+    one: Instruction,
+    iterations: Callable[[Instruction], int] = once,
+) -> int:
     if one.op in MOVE_NOTHING or "ConcatBitcast" in one.rest:
         return 0
     if one.op == "while":
-        return moved(parts, called(one, "body"))
+        return iterations(one) * moved(parts, called(one, "body"), iterations)
     if one.op in ("call", "conditional"):
-        return max(moved(parts, name) for name in callees(one))
+        return max(moved(parts, name, iterations) for name in callees(one))
     operands = [types.get(operand, "") for operand in one.operands]
     if one.op in ("dynamic-slice", "slice", "gather"):
         return 2 * size(one.type)

@@ -1,13 +1,14 @@
 """What `make tpu` and `make gpu` share: decoders with the shapes of Llama 3, compiled for devices that are not here.
 
 The target has the shapes of Llama-3-8B in bfloat16 or int8, with drafters and trees, on one device and on a mesh of
-2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. A few cases have the shapes of Qwen3.5-4B, whose layer for
-multi-token prediction drafts. Nothing is run.
+2 x 2 (`jaxspec.make_mesh`); shapes alone, no weights. A few cases have the shapes of models with recurrent layers or
+mixtures of experts, whose layer for multi-token prediction drafts (`OTHER_TARGETS`). Nothing is run.
 """
 
 import dataclasses
 import functools
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxspec
 from jaxspec.core.drafter import DrafterInputs
+from jaxspec.core.theory import ExpertReads
 from jaxspec.decode.lifecycle import row_axes
 from jaxspec.decode.partition import Partition
 from jaxspec.decode.state import Request, State, Weights
@@ -34,7 +36,7 @@ from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.eagle_layouts import mtp_config
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import unflatten
-from jaxspec.models.config import DeltaSizes, ModelConfig
+from jaxspec.models.config import DeltaSizes, Experts, ModelConfig, is_matrix
 from jaxspec.models.quantized import quantize
 from jaxspec.models.rope import Rope
 from jaxspec.models.sharding import param_shardings
@@ -44,6 +46,7 @@ from scripts.library import hlo
 
 BY_KERNEL = ("prompt-lookup, chain 8", "medusa, 64 nodes")
 """Drafters that the tiers also compile with attention in Pallas."""
+PLAIN = "none"
 DEEP = 32  # layers of Llama 3 8B
 VOCAB = 128256
 AT_ONE_WIDTH = (
@@ -52,11 +55,9 @@ AT_ONE_WIDTH = (
 )  # fmt: skip
 """Drafters that the tiers also compile with one width for every target call."""
 WIDTH, WIDE = 16, 64
-HYBRID = "Qwen3.5-4B, "
-"""The beginning of the names of drafters for a target with the shapes of Qwen3.5-4B."""
 PERIOD = 4
 """Layers of Qwen3.5 after which the kinds of layers repeat: three with Gated DeltaNet, and one with attention."""
-HYBRID_TREES = {"MTP, 8 nodes": 8, "MTP, 64 nodes": 64}
+MTP_TREES = {"MTP, 8 nodes": 8, "MTP, 64 nodes": 64}
 
 
 def llama(layers: int, hidden: int = 4096, inner: int = 14336, heads: int = 32, kv_heads: int = 8) -> TransformerLM:
@@ -78,14 +79,54 @@ def qwen35(layers: int) -> TransformerLM:
     return TransformerLM(config, "bfloat16")
 
 
-def hybrid_drafters(target: TransformerLM) -> dict[str, tuple[Any, Any]]:
-    """Returns drafters of a target with the shapes of Qwen3.5-4B, each with the shapes of its parameters."""
+def qwen35_moe(layers: int) -> TransformerLM:
+    """Shapes of Qwen3.5-35B-A3B."""
+    experts = Experts(256, 8, 512, shared_width=512)
+    config = dataclasses.replace(
+        qwen35(layers).config, hidden_size=2048, intermediate_size=experts.active_width, num_kv_heads=2,
+        experts=experts, tie_embeddings=False,
+    )  # fmt: skip
+    return TransformerLM(config, "bfloat16")
+
+
+def qwen3_moe(layers: int) -> TransformerLM:
+    """Shapes of Qwen3-30B-A3B."""
+    config = ModelConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_layers=layers, num_heads=32, num_kv_heads=4,
+        head_dim=128, norm_eps=1e-6, tie_embeddings=False, rope=Rope(theta=1e6), qk_norm=True,
+        experts=Experts(128, 8, 768),
+    )  # fmt: skip
+    return TransformerLM(config, "bfloat16")
+
+
+def with_mtp(target: TransformerLM) -> dict[str, tuple[Any, Any]]:
+    """Returns plain decoding and trees of the target's layer for multi-token prediction, with shapes of parameters."""
     config = mtp_config(target.config)
-    made: dict[str, tuple[Any, Any]] = {f"{HYBRID}none": (NoDraft(), None)}
-    for name, nodes in HYBRID_TREES.items():
+    made: dict[str, tuple[Any, Any]] = {PLAIN: (NoDraft(), None)}
+    for name, nodes in MTP_TREES.items():
         tree = jaxspec.best_tree([0.6, 0.2, 0.1, 0.05], nodes)
-        made[HYBRID + name] = Eagle(config, target, tree), head_shapes(config, target)
+        made[name] = Eagle(config, target, tree), head_shapes(config, target)
     return made
+
+
+def with_copies(target: TransformerLM) -> dict[str, tuple[Any, Any]]:
+    """Returns plain decoding and a drafter that copies."""
+    return {PLAIN: (NoDraft(), None), "prompt-lookup": (PromptLookup(), None)}
+
+
+class OtherTarget(NamedTuple):
+    """A target whose layers are not those of Llama 3, and a function that returns its drafters."""
+
+    make: Callable[[int], TransformerLM]
+    drafters: Callable[[TransformerLM], dict[str, tuple[Any, Any]]]
+
+
+OTHER_TARGETS = {
+    "Qwen3.5-4B": OtherTarget(qwen35, with_mtp),
+    "Qwen3-30B-A3B": OtherTarget(qwen3_moe, with_copies),
+    "Qwen3.5-35B-A3B": OtherTarget(qwen35_moe, with_mtp),
+}
+"""The targets by name, with which the names of their drafters in the table begin."""
 
 
 def shapes(lm: TransformerLM, int8: bool = False) -> Any:
@@ -154,12 +195,13 @@ def blocks(target: TransformerLM, depth: int, **sizes: Any) -> tuple[DFlash, Any
 
 def head_shapes(config: EagleConfig | DFlashConfig, target: TransformerLM) -> Any:
     """Returns the shapes of a head's parameters, with matrices in the target's dtype."""
-    dtypes = {1: "float32", 2: target.dtype}
-    named = {
-        name: jax.ShapeDtypeStruct(shape, "int32" if name == "tokens" else dtypes[len(shape)])
-        for name, shape in config.param_shapes().items()
-    }
-    return unflatten(named)
+
+    def dtype(name: str, axes: int) -> str:
+        kind = name.rpartition(".")[2]
+        return "int32" if kind == "tokens" else target.dtype if is_matrix(kind, axes) else "float32"
+
+    shapes = config.param_shapes().items()
+    return unflatten({name: jax.ShapeDtypeStruct(shape, dtype(name, len(shape))) for name, shape in shapes})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +241,9 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
         capacity: slots of the cache for a target of so many layers.
     """
     names = drafters(llama(layers), layers)
-    hybrids = [*hybrid_drafters(qwen35(PERIOD))]
+    others_named = [
+        f"{name}, {drafter}" for name, (make, own) in OTHER_TARGETS.items() for drafter in own(make(PERIOD))
+    ]
     few = [name for name in names if name.startswith(("none", "prompt-lookup", "medusa"))]
     shallow = functools.partial(Case, layers=layers, capacity=capacity(layers))
     if everything:
@@ -220,7 +264,7 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
         yield shallow(first, name, attention="pallas", width=WIDE if "64" in name else WIDTH)
     for chip, name in itertools.product(others, few):
         yield shallow(chip, name)
-    for mesh, name in itertools.product((False, True), hybrids):
+    for mesh, name in itertools.product((False, True), others_named):
         yield Case(first, name, mesh, 1 + mesh, layers=PERIOD, capacity=capacity(1))
     if layers < DEEP:
         for attention in ("xla", "pallas"):
@@ -228,13 +272,28 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
 
 
 class Program(NamedTuple):
-    """A compiled loop, with the shapes of its weights and its state."""
+    """A compiled loop, with the shapes of its weights and its state.
+
+    Attributes:
+        target: the network.
+        tokens: the number of tokens in a device's part of the target's widest call.
+    """
 
     done: jax.stages.Compiled
     parts: dict[str, list[hlo.Instruction]]
     weights: Weights
     state: State
     seconds: float
+    target: TransformerLM
+    tokens: int
+
+    def experts_read(self, loop: hlo.Instruction) -> int:
+        """Returns the iterations of a loop: the expected number of experts of its rows in a loop over experts, or 1."""
+        config = self.target.config
+        if config.experts is None or not re.search(r'op_name="[^"]*/experts/while"', loop.rest):
+            return 1
+        rows = next(n for n, *_, width in hlo.float_shapes(loop.type) if width == config.hidden_size)
+        return round(ExpertReads(config.experts.count, config.experts.per_token, 1.0).expected(rows))
 
 
 def int32(*shape: int) -> Any:
@@ -242,15 +301,15 @@ def int32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, "int32")
 
 
-def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
-    """Returns the loop, and the shapes of weights, state and rounds with their places on the devices."""
-    hybrid = case.drafter.startswith(HYBRID)
-    target = (qwen35 if hybrid else llama)(case.layers).with_execution(
+def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple, jaxspec.Decoder]:
+    """Returns the loop, the shapes of weights, state and rounds with their places on the devices, and the decoder."""
+    first, _, rest = case.drafter.partition(", ")
+    other = OTHER_TARGETS.get(first)
+    target = (llama if other is None else other.make)(case.layers).with_execution(
         attention=case.attention, products=case.products, platform=platform, exact=case.exact
     )
     batch = case.batch
-    named = hybrid_drafters(target) if hybrid else drafters(target, case.layers)
-    drafter, params = named[case.drafter]
+    drafter, params = drafters(target, case.layers)[case.drafter] if other is None else other.drafters(target)[rest]
     decoder = jaxspec.Decoder(target, drafter, Coupled(), width_matched=case.width or False)
     weights = Weights(shapes(target, case.int8), params)
     request = Request(
@@ -278,13 +337,16 @@ def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple]:
     else:
         places = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), arguments)
     placed = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), arguments, places)
-    return function, placed
+    return function, placed, decoder
 
 
 def compiled(case: Case, platform: str, devices: Any, options: Mapping[str, str]) -> Program:
     """Compiles the loop for these devices, with these options of the compiler."""
-    function, arguments = prepared(case, platform, devices)
+    function, arguments, decoder = prepared(case, platform, devices)
     start = time.perf_counter()
     done = jax.jit(function, donate_argnums=1).lower(*arguments).compile(dict(options))
     weights, state, _ = arguments
-    return Program(done, hlo.computations(done.as_text() or ""), weights, state, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    target: Any = decoder.target
+    tokens = decoder.drafter.shape.nodes * case.batch // (2 if case.mesh else 1)
+    return Program(done, hlo.computations(done.as_text() or ""), weights, state, seconds, target, tokens)

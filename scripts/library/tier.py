@@ -13,13 +13,15 @@ from typing import Any
 import jax
 
 from jaxspec.bench.measurements import add_record, round_significant, write_record
+from jaxspec.models.config import FLOAT32_MATRICES
+from jaxspec.models.experts import count_bytes
 from scripts.library import hlo, kernels, loops
 from scripts.library.loops import Case, Program
 
 LARGE = 1_000_000  # bytes; what is smaller may be copied
 COMPUTED = ("dot", "convolution", "slice", "dynamic-slice")  # results and parts, which may be as large by chance
-PLAIN = "none"
 REFERENCES: dict[Case, list[kernels.Kernel]] = {}  # kernels before the logits without a drafter
+AN_EXPERT = "the matrix of an expert"
 COPIES = ("copy", "copy-start", "transpose")
 HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 
@@ -35,7 +37,12 @@ def findings(
     loops = sum(one.op == "while" for one in parts["ENTRY"])
     if loops != 1:
         wrong.append(f"{loops} loops at the top, expected the one of the rounds")
-    large = {leaf.size // part: "a matrix" for leaf in jax.tree.leaves(weights) for part in {1, min(share, 2)}}
+    # Small matrices in float32, such as routers, may have as many elements as a state.
+    named = jax.tree_util.tree_leaves_with_path(weights)
+    matrices = [leaf for path, leaf in named if not {getattr(key, "key", None) for key in path} & {*FLOAT32_MATRICES}]
+    large = {leaf.size // part: "a matrix" for leaf in matrices for part in {1, min(share, 2)}}
+    experts = [leaf for leaf in matrices if leaf.ndim == 3]
+    large |= {leaf.size // leaf.shape[0] // part: AN_EXPERT for leaf in experts for part in {1, min(share, 2)}}
     large |= {leaf.size // share: "a whole cache" for leaf in jax.tree.leaves(caches)}
     kept = {(leaf.shape[0] // min(share, 2), *leaf.shape[1:]) for leaf in jax.tree.leaves(tables)}
     for name in hlo.reached(parts):
@@ -47,7 +54,9 @@ def findings(
             for op, type in hlo.written(parts, one):
                 big = op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE
                 table = "a drafter's table" if hlo.shape(type) in kept else None
-                if big and (what := large.get(hlo.elements(type), table)):
+                what = large.get(hlo.elements(type), table)
+                # Rows of experts may have as many elements as a matrix of one.
+                if big and what and (what != AN_EXPERT or op in (*COPIES, "convert")):
                     where = "before the loop" if name == "ENTRY" else "inside the loop"
                     wrong.append(f"a {op} of {what} {where}: {one.name} = {type}")
     return wrong
@@ -77,7 +86,7 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     assert memory is not None
     caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache.stores,))) // share
     matrices = {name: part for name, part in weights.target.items() if name != "embed"}  # of that a row is read
-    read = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(matrices)) // (2 if case.mesh else 1)
+    read = int(count_bytes(matrices, program.target.config.experts, program.tokens)) // (2 if case.mesh else 1)
     held = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5]
     tables = [leaf for leaf in jax.tree.leaves(state.draft) if leaf.ndim < 5 and leaf.size > LARGE / 4]
     wrong = findings(program.parts, weights, held, share, tables)
@@ -88,7 +97,7 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     writes = state_writes(program.parts, hlo.called(loop, "body"), states, 2 if case.mesh else 1)
     wrong += [f"{count} times a {op} of a state" for op, count in writes.items() if op in COPIES]
     own = {"state_writes": sum(writes.values()) / len(states)} if states else {}
-    moved = hlo.moved(program.parts, hlo.called(loop, "body"))
+    moved = hlo.moved(program.parts, hlo.called(loop, "body"), program.experts_read)
     kernels = {"attention_mb": max(hlo.moved_by_kernels(program.parts)) / 1e6} if case.attention == "pallas" else {}
     return (
         case.named
@@ -111,7 +120,7 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
 def compare_with_plain(case: Case, program: Program, compile_case: Callable[[Case], Program]) -> kernels.Difference:
     """Returns how the kernels before the logits differ from the kernels without a drafter, at the same width."""
     own = kernels.before_logits(program.parts, loops.VOCAB)
-    plain = dataclasses.replace(case, drafter=PLAIN)
+    plain = dataclasses.replace(case, drafter=loops.PLAIN)
     if case == plain:
         REFERENCES[plain] = own
     elif plain not in REFERENCES:

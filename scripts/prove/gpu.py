@@ -79,6 +79,11 @@ def turns(tokens: int, loop: hlo.Instruction) -> int:
     return -(-tokens // BLOCK_SLOTS) - 1 if re.search(r'op_name="[^"]*/blocks/', loop.rest) else 1
 
 
+def iterations(tokens: int, program: loops.Program, loop: hlo.Instruction) -> int:
+    """Returns the number of iterations of an inner loop at a text of so many tokens."""
+    return max(turns(tokens, loop), program.experts_read(loop))
+
+
 def compile_loop(case: Case, options: Mapping[str, Any]) -> loops.Program:
     """Compiles the loop of a case with these options of the compiler."""
     return loops.compiled(case, "gpu", devices(case.chip, case.mesh), options)
@@ -99,7 +104,7 @@ def look(case: Case) -> dict[str, Any]:
     captured = thunks.of_a_round(after[0] if after else before, program.parts, lambda _: 1)[1]
     row["captured"] = captured
     for tokens in TEXTS:
-        cost = thunks.of_a_round(before, program.parts, functools.partial(turns, tokens))[0]
+        cost = thunks.of_a_round(before, program.parts, functools.partial(iterations, tokens, program))[0]
         row |= {f"launches_{tokens}": cost.launches, f"waits_{tokens}": cost.waits}
     if not captured and not case.mesh:
         row["wrong"].append("the loop is not one command buffer, so every round waits for the host")
