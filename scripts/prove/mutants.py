@@ -63,6 +63,7 @@ def sampled(cell: str) -> tuple[str, ...]:
 
 ROLLOUT = "tests/generation/test_rollout.py"
 DELTA = "tests/models/test_delta.py"
+EXPERTS = "tests/models/test_experts.py"
 
 MUTANTS = (
     Mutant(
@@ -288,6 +289,78 @@ MUTANTS = (
         "state = jnp.where(started[:, None, None, None], store.state, 0)",
         "state = store.state",
         (f"{DELTA}::test_a_row_of_length_0_is_empty_whatever_its_store_holds[XLA]",),
+    ),
+    Mutant(
+        "router-normalised-over-all-experts",
+        "the weights of a token's experts are their shares among all experts, not among its own",
+        "models/experts.py",
+        "weights / weights.sum(-1, keepdims=True) if sizes.normalise else weights",
+        "weights",
+        (f"{EXPERTS}::test_the_sum_is_that_of_each_rows_experts[sizes0]",),
+    ),
+    Mutant(
+        "router-normalised-over-few-experts",
+        "a network whose config.json says norm_topk_prob false has weights that sum to 1",
+        "models/experts.py",
+        "weights / weights.sum(-1, keepdims=True) if sizes.normalise else weights",
+        "weights / weights.sum(-1, keepdims=True)",
+        (f"{EXPERTS}::test_the_sum_is_that_of_each_rows_experts[sizes1]",),
+    ),
+    Mutant(
+        "router-of-the-kernel-normalised-over-all",
+        "the CPU kernel exchanges the two sums that the weights of experts are divided by",
+        "kernels/src/experts.h",
+        "  if (normalise)\n",
+        "  if (!normalise)\n",
+        (f"{EXPERTS}::test_with_the_kernel_no_row_depends_on_another",),
+    ),
+    Mutant(
+        "expert-of-other-rows",
+        "the loop over the experts in use reads the first experts of the layer instead of them",
+        "models/experts.py",
+        "expert = order[i]",
+        "expert = i",
+        (f"{EXPERTS}::test_the_sum_is_that_of_each_rows_experts[sizes0]",),
+    ),
+    Mutant(
+        "expert-of-other-rows-in-the-kernel",
+        "the CPU kernel reads the first experts of the layer instead of those in use",
+        "kernels/src/ffi.cpp",
+        "expert = used[at / matrices.blocks], start",
+        "expert = at / matrices.blocks, start",
+        (f"{EXPERTS}::test_with_the_kernel_no_row_depends_on_another",),
+    ),
+    Mutant(
+        "shared-expert-without-its-gate",
+        "the output of the shared expert is added whole (tests with a gate near 1 miss it)",
+        "models/experts.py",
+        "shared * jax.nn.sigmoid(lax.optimization_barrier(gate))",
+        "shared",
+        (f"{EXPERTS}::test_the_sum_is_that_of_each_rows_experts[sizes0]",),
+    ),
+    Mutant(
+        "price-counts-tokens",
+        "the price of a window counts the experts of each token, and not each expert once",
+        "core/theory.py",
+        "self.total * (1 - (1 - self.per_token / self.total) ** tokens)",
+        "self.per_token * tokens",
+        ("tests/schedules/test_best_width.py::test_experts_make_width_dear",),
+    ),
+    Mutant(
+        "router-of-a-drafting-layer-rounded",
+        "the router of a layer for multi-token prediction has the dtype of the matrices",
+        "drafters/_tapped.py",
+        "if is_matrix(path[-1].key, a.ndim) else a",
+        "if a.ndim > 1 else a",
+        ("tests/heads/test_mtp.py::test_experts_have_the_dtype_of_the_target",),
+    ),
+    Mutant(
+        "drafting-layer-priced-whole",
+        "the default chain of a layer for multi-token prediction counts all experts in every call",
+        "drafters/eagle.py",
+        "count_bytes(target.params, experts, length + 1)",
+        "count_bytes(target.params)",
+        ("tests/heads/test_mtp.py::test_the_default_chain_is_priced_by_the_experts_of_its_tokens",),
     ),
     Mutant(
         "stop-token-within-the-draft",
