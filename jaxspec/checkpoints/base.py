@@ -140,11 +140,8 @@ class Checkpoint:
 
     @property
     def has_drafting_layer(self) -> bool:
-        """Whether the file also holds a layer for multi-token prediction; see `jaxspec.heads.eagle_layouts`.
-
-        Such a layer with experts is not read yet.
-        """
-        return self.config.experts is None and any(DRAFTING_TENSOR.fullmatch(name) for name in self.left_out)
+        """Whether the file also holds a layer for multi-token prediction; see `jaxspec.heads.eagle_layouts`."""
+        return any(DRAFTING_TENSOR.fullmatch(name) for name in self.left_out)
 
     def open_template(self) -> "ChatTemplate | None":
         """Compiles the chat template; returns None if there is none.
@@ -302,6 +299,17 @@ def file_parts(
     lead = () if single else (count,)
     shapes = {name: (*lead, width, inputs) for group in groups for name, width in zip(group, widths, strict=True)}
     return FileParts(shapes, groups, single, True)
+
+
+def split_parts(parts: FileParts, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the tensors of a file that a parameter consists of: the inverse of the readers of `canonical_tensors`."""
+    array = array.swapaxes(-1, -2) if parts.transposed else array
+    tensors = {}
+    for group, each in zip(parts.groups, array if parts.single else [array], strict=True):
+        axis = 1 if each.ndim == 3 and len(group) > 1 else 0  # after the axis of the experts
+        ends = np.cumsum([parts.shapes[name][axis] for name in group])
+        tensors |= zip(group, np.split(each, ends[:-1], axis), strict=True)
+    return tensors
 
 
 def file_names(names: Mapping[str, tuple[str, ...]], canonical: str) -> tuple[list[str], str]:

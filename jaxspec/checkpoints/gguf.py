@@ -220,12 +220,14 @@ class DraftingBlock(NamedTuple):
         target: the sizes of the model in the same file.
         names: the block's tensors of each kind of parameter, as in `canonical_tensors`.
         stored: the block's tensors.
+        shapes: the shapes of these tensors as `read` returns them.
         read: reads one tensor.
     """
 
     target: ModelConfig
     names: Mapping[str, tuple[str, ...]]
     stored: Mapping[str, StoredTensor]
+    shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], np.ndarray]
 
 
@@ -240,21 +242,19 @@ def open_drafting_block(path: str | os.PathLike) -> DraftingBlock:
 
     def read(name: str) -> np.ndarray:
         located = tensors[name]
-        return check_finite(located.where, name, decode(located.data, located.tensor))
+        return _convert(located.where, name, check_finite(located.where, name, decode(located.data, located.tensor)))
 
     reader = _ConfigReader(where, metadata, tensors, read, None)
     config, blocks = reader.config(), reader.drafting_layers
     if len(blocks) != 1:
         raise CheckpointError(f"{where}: has {len(blocks)} blocks for multi-token prediction, expected 1")
     prefix = _BLOCK.format(blocks[0])
-    stored = {
-        name: describe_tensor(located.tensor.kind, located.tensor.shape)
-        for name, located in tensors.items()
-        if name.startswith(prefix)
-    }
+    block = {name: located for name, located in tensors.items() if name.startswith(prefix)}
+    stored = {name: describe_tensor(located.tensor.kind, located.tensor.shape) for name, located in block.items()}
+    shapes = {name: _shape(name, located) for name, located in block.items()}
     kinds = _NAMES | dict(reader.architecture.names) | _DRAFTING_NAMES
     names = {kind: tuple(name.replace(_BLOCK, prefix) for name in parts) for kind, parts in kinds.items()}
-    return DraftingBlock(config, names, stored, read)
+    return DraftingBlock(config, names, stored, shapes, read)
 
 
 def read_gguf_headers(path: str | os.PathLike) -> Headers:

@@ -102,7 +102,8 @@ def _tensors(
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         array = common.check_finite(tensor.where, name, tensor.read().astype(np.float32, copy=False))
-        offset = family.offset(name)
+        rows, offset = family.rows(name, config), family.offset(name)
+        array = array if rows is None else array[rows]
         return array + np.float32(offset) if offset else array
 
     # Ignore the rotary frequencies in some old files (they follow from rope_theta), Medusa heads (see `jaxspec.heads`),

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxspec.checkpoints.base import make_config
 from jaxspec.checkpoints.hf_rope import LAYER_TYPES, RopeReader
 from jaxspec.errors import CheckpointError, InvalidConfig
@@ -75,6 +77,7 @@ class Family:
         experts: whether layers can have mixtures of experts.
         fused_experts: whether published files have one tensor for the matrices of all experts of a layer. Files of
             either form are read; exported files have this form.
+        grouped: whether the projections of Gated DeltaNet are one tensor whose rows are grouped by key head.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,6 +90,7 @@ class Family:
     left_out: tuple[str, ...] = ()
     experts: bool = False
     fused_experts: bool = False
+    grouped: bool = False
 
     def all_names(self, config: ModelConfig | None = None, fused: bool | None = None) -> dict[str, tuple[str, ...]]:
         """Returns the file's tensors of each kind of parameter, and of single parameters by their full names.
@@ -100,6 +104,20 @@ class Family:
         experts = _FUSED_EXPERTS if (self.fused_experts if fused is None else fused) else _SINGLE_EXPERTS
         outs = {f"layers.{i}.out": (_LAYER.format(i) + _RECURRENT_OUT,) for i in layers}
         return _NAMES | experts | dict(self.names) | outs
+
+    def rows(self, tensor: str, config: ModelConfig) -> np.ndarray | None:
+        """Returns the row of a file's tensor for each row of the parameter; None if their order is the same."""
+        if not self.grouped or (d := config.delta) is None:
+            return None
+        each = d.value_heads // d.key_heads
+        if tensor.endswith("in_proj_qkvz.weight"):
+            widths = [d.key_width, d.key_width, each * d.value_width, each * d.value_width]
+        elif tensor.endswith("in_proj_ba.weight"):
+            widths = [each, each]
+        else:
+            return None
+        groups = np.arange(d.key_heads * sum(widths)).reshape(d.key_heads, -1)
+        return np.concatenate([part.ravel() for part in np.split(groups, np.cumsum(widths)[:-1], axis=1)])
 
     def offset(self, tensor: str) -> float:
         """Returns the offset that is added to the weights of a file's tensor."""
@@ -209,6 +227,17 @@ FAMILIES["qwen3_5_moe_text"] = dataclasses.replace(
     required=dict(_QWEN_HYBRID.required) | {"norm_topk_prob": (True,), "decoder_sparse_step": (1,)},
     experts=True,
     fused_experts=True,
+)
+FAMILIES["qwen3_next"] = dataclasses.replace(
+    FAMILIES["qwen3_5_moe_text"],
+    defaults=dict(FAMILIES["qwen3_5_moe_text"].defaults) | {"num_experts_per_tok": 10},
+    names={
+        "qkvz": (_LAYER + "linear_attn.in_proj_qkvz.weight",),
+        "rates": (_LAYER + "linear_attn.in_proj_ba.weight",),
+    },
+    required={key: values for key, values in _QWEN_HYBRID.required.items() if key != "mlp_only_layers"},
+    fused_experts=False,
+    grouped=True,
 )
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -334,7 +363,7 @@ def _recurrent(where: str, entries: Mapping, layers: int, whole: Callable[[str],
         raise CheckpointError(f"{where}: {error}") from None
 
 
-DEFAULT_EXPERTS = {"qwen3_moe": 128, "qwen3_5_moe_text": 256}
+DEFAULT_EXPERTS = {"qwen3_moe": 128, "qwen3_5_moe_text": 256, "qwen3_next": 512}
 """The number of experts that transformers assumes if config.json does not say it."""
 
 

@@ -96,15 +96,10 @@ def _tensors(config: ModelConfig, family: Family, params: Any) -> dict[str, np.n
     for name, shape in config.param_shapes().items():
         *layer, leaf = name.split(".")
         array = np.asarray((params["layers"][int(layer[1])] if layer else params)[leaf])
-        parts = base.file_parts(config, names, name, shape)
-        array = array.swapaxes(-1, -2) if parts.transposed else array
-        for group, each in zip(parts.groups, array if parts.single else [array], strict=True):
-            offset = family.offset(group[0])
-            each = each - np.float32(offset) if offset else each
-            axis = 1 if each.ndim == 3 and len(group) > 1 else 0
-            rows = [parts.shapes[file][axis] for file in group]
-            pieces = np.split(each, np.cumsum(rows)[:-1], axis)
-            tensors |= {file: np.ascontiguousarray(piece) for file, piece in zip(group, pieces, strict=True)}
+        for file, piece in base.split_parts(base.file_parts(config, names, name, shape), array).items():
+            rows, offset = family.rows(file, config), family.offset(file)
+            piece = piece if rows is None else piece[np.argsort(rows)]
+            tensors[file] = np.ascontiguousarray(piece - np.float32(offset) if offset else piece)
     return tensors
 
 

@@ -12,6 +12,7 @@ from jaxspec.core.networks import LanguageModel, TypedTarget
 from jaxspec.core.records import Advance, Params
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.heads.network import DraftHeads
+from jaxspec.models.config import is_matrix
 from jaxspec.models.execution import Execution
 from jaxspec.models.model import Model
 from jaxspec.models.packed import pack_params, take_rows
@@ -43,7 +44,9 @@ def prepare_head(config: Any, heads: DraftHeads, target: Model) -> tuple[Any, Pa
     far fewer bytes than from the whole matrix.
     """
     dtype = dtype_of(target.lm)
-    params = jax.tree.map(lambda a: a.astype(dtype) if a.ndim == 2 else a, heads.params)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, a: a.astype(dtype) if is_matrix(path[-1].key, a.ndim) else a, heads.params
+    )
     if config.draft_vocab_size is not None and not config.own_projection:
         config = dataclasses.replace(config, own_projection=True)
         lm: Any = target.lm

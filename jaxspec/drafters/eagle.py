@@ -7,7 +7,6 @@ states once they are committed, in one call for all tokens of a round.
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -16,7 +15,6 @@ from jaxspec.core.drafter import DrafterInputs, Needs
 from jaxspec.core.draw import Draw
 from jaxspec.core.networks import LanguageModel, ProjectedTarget, TappedTarget
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
-from jaxspec.core.theory import best_length
 from jaxspec.core.topology import Dynamic, Topology, chain
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
@@ -26,6 +24,7 @@ from jaxspec.drafters._window import as_window, check_tree, put_entries
 from jaxspec.heads.eagle import EagleHead
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import check_target, init_cache, make_network, require_heads
+from jaxspec.models.experts import count_bytes
 from jaxspec.models.layers import look_up, matmul
 from jaxspec.models.model import Model
 
@@ -155,15 +154,19 @@ class Eagle(TreeDrafter):
 def mtp_tree(config: EagleConfig, params: Params, target: Model) -> Topology:
     """Returns the chain that an MTP layer drafts by default: the fastest one if time goes by the bytes that are read.
 
-    A call of the layer reads the layer and the target's projection, which is large beside a small target.
+    A call of the layer reads the layer and the target's projection, which is large beside a small target. Layers with
+    mixtures of experts read the experts of all tokens of a call. The first call of a round has as many tokens as the
+    target's call.
     """
-
-    def count(leaves: Any) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves))
-
     lm: Any = target.lm
     table = lm.embedding(target.params)
     projection = lm.unembedding(target.params) if isinstance(lm, ProjectedTarget) else table
-    read = count(target.params) - (0 if projection is table else count(table))
-    cost = (count(params) + count(projection)) / read
-    return chain(max(best_length(MTP_ACCEPTANCE, cost, MTP_LENGTH), 1))
+    rows = 0 if projection is table else count_bytes(table)
+    experts, shared = config.decoder.experts, count_bytes(projection)
+
+    def speed(length: int) -> float:
+        first, other = (count_bytes(params, experts, tokens) + shared for tokens in (length + 1, 1))
+        read = count_bytes(target.params, experts, length + 1) - rows + first + (length - 1) * other
+        return sum(MTP_ACCEPTANCE**depth for depth in range(length + 1)) / read
+
+    return chain(max(range(1, MTP_LENGTH + 1), key=speed))

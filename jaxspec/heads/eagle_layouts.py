@@ -132,7 +132,10 @@ class EagleReader(LayerReader):
 
 
 def mtp_config(target: ModelConfig, layers: int = 1) -> EagleConfig:
-    """Returns the sizes of an MTP head of so many layers inside a model; its layers have attention."""
+    """Returns the sizes of an MTP head of so many layers inside a model.
+
+    Its layers have attention and, if the model has mixtures of experts, such mixtures.
+    """
     decoder = dataclasses.replace(
         target,
         num_layers=layers,
@@ -142,6 +145,7 @@ def mtp_config(target: ModelConfig, layers: int = 1) -> EagleConfig:
         window_rope=None,
         delta=None,
         recurrent=(),
+        sparse=(),
     )
     return EagleConfig(decoder, 1, norm_output=True, pair_norms=True)
 
@@ -156,10 +160,17 @@ class MtpReader(EagleReader):
 
 def _mtp_settings(d: ModelConfig) -> dict[str, Any]:
     """Returns the entries of config.json in which a model of Qwen3.5 with these layers differs from others."""
-    rope = {"rope_theta": d.rope.theta, "rope_type": "default"}
-    return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+    rope, more = {"rope_theta": d.rope.theta, "rope_type": "default"}, dict[str, Any]()
+    if (experts := d.experts) is not None:
+        more = {
+            "num_experts": experts.count,
+            "num_experts_per_tok": experts.per_token,
+            "moe_intermediate_size": experts.width,
+            "shared_expert_intermediate_size": experts.shared_width,
+        }
+    return more | {
+        "architectures": ["Qwen3_5MoeForCausalLM" if more else "Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if more else "qwen3_5_text",
         "layer_types": ["full_attention"] * d.num_layers,
         "mtp_num_hidden_layers": d.num_layers,
         "attn_output_gate": True,
@@ -203,6 +214,8 @@ class EagleKind(LayeredKind):
             return f"the layout {layout.name} is for layers for multi-token prediction, but this is {config.summary}"
         biases = d.qkv_bias or d.out_bias or d.mlp_bias
         usual = d.out_gate and d.qk_norm and d.activation == "silu" and not (d.post_norms or biases)
+        if (experts := d.experts) is not None:
+            usual = usual and experts.normalise and experts.shared_width is not None and not d.sparse
         if not (usual and config.norm_output) or config.own_embedding or config.fc_bias:
             return f"the layout {layout.name} is for layers like those of Qwen3.5 with attention"
         if d.rope.divisors or d.rope.scale != 1:

@@ -23,6 +23,7 @@ from jaxspec.heads.copies import share_tables
 from jaxspec.heads.find import HEADS_MANIFEST, HEADS_TENSORS
 from jaxspec.heads.headers import FIRST_KIND, LAYOUT_VERSION, open_heads
 from jaxspec.heads.network import DraftHeads, check_heads, flatten, unflatten
+from jaxspec.models.config import FLOAT32_MATRICES
 from jaxspec.models.model import Model
 from jaxspec.storage.reading import check_path, read_json_file
 from jaxspec.storage.writing import full, is_full, reason, write_whole
@@ -67,7 +68,8 @@ def load_heads(
     for name, reader in opened.readers.items():
         array = reader()
         if dtype is not None and name != "tokens":
-            array = array.astype(FLOAT_DTYPES[dtype if array.ndim > 1 else "float32"], copy=False)
+            small = array.ndim < 2 or name.rpartition(".")[2] in FLOAT32_MATRICES
+            array = array.astype(FLOAT_DTYPES["float32" if small else dtype], copy=False)
         params[name] = jnp.asarray(array)
     if target is not None:
         config, params = share_tables(config, params, target)

@@ -122,9 +122,8 @@ def open_heads(
 
 def _open_gguf(path: pathlib.Path, file: pathlib.Path) -> HeadFile:
     """Opens the block for multi-token prediction of a GGUF file."""
-    target, names, stored, read = gguf.open_drafting_block(file)
+    target, names, stored, shapes, read = gguf.open_drafting_block(file)
     config = mtp_config(target)
-    shapes = {name: tensor.shape for name, tensor in stored.items()}
     readers = canonical_tensors(str(file), config.decoder, names, shapes, read, config.param_shapes())
     return HeadFile(path, MTP_LAYOUT, head_kind(config.drafter), dict(vars(config)), readers, stored, {})
 

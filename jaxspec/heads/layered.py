@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxspec.checkpoints.base import canonical_tensors, file_names, file_shapes, make_config
+from jaxspec.checkpoints.base import canonical_tensors, file_parts, make_config, split_parts
 from jaxspec.checkpoints.folder import WEIGHTS_FILE, LazyTensor, check_types
-from jaxspec.checkpoints.hf_families import FAMILIES, read_activation
+from jaxspec.checkpoints.hf_families import FAMILIES, FUSED_EXPERTS, read_activation
 from jaxspec.checkpoints.hf_rope import RopeReader
 from jaxspec.errors import CheckpointError
 from jaxspec.heads.kinds import ForeignHeads, HeadKind, Layout
 from jaxspec.heads.tensors import MEMBERS, OFFSETS, finite_reader, read_ids, write_ids
-from jaxspec.models.config import ModelConfig, is_table
+from jaxspec.models.config import EXPERT_MATRICES, ModelConfig
 from jaxspec.models.rope import MAX_WIDTH
 
-_LLAMA, _BLOCKS = FAMILIES["llama"].all_names(), "model.layers.{}."
+_BLOCKS = "model.layers.{}."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,10 @@ class LayeredKind(HeadKind):
             array = finite_reader(name, weights[name])()
             return array + np.float32(layout.norm_offset) if layout.norm_offset and "norm" in name else array
 
-        names = self.names(config, layout)
+        names = dict(self.names(config, layout))
+        if not any(name.endswith(FUSED_EXPERTS) for name in shapes):
+            single = layer_names(layout.layers, fused_experts=False)
+            names |= {kind: single[kind] for kind in EXPERT_MATRICES}
         readers = canonical_tensors(where, config.decoder, names, shapes, read, parameters)
         if ids is not None:
             readers["tokens"] = lambda: ids
@@ -364,19 +367,20 @@ def file_tensors(config: Any, params: Mapping[str, Any], names: Mapping[str, tup
     for ours, shape in config.param_shapes().items():
         if ours == "tokens":
             continue
-        parts, kind = file_names(names, ours)
-        array = np.asarray(params[ours])
-        array = array if array.ndim != 2 or is_table(kind) else array.T
-        ends = np.cumsum([rows for rows, *_ in file_shapes(config.decoder, kind, shape, len(parts))])
-        tensors |= zip(parts, np.split(array, ends[:-1]), strict=True)
+        tensors |= split_parts(file_parts(config.decoder, names, ours, shape), np.asarray(params[ours]))
     return tensors
 
 
-def layer_names(layers: str) -> dict[str, tuple[str, ...]]:
-    """Returns the tensors of each kind of parameter, as in `Family.all_names`; `layers` is the prefix of a layer."""
+def layer_names(layers: str, fused_experts: bool = True) -> dict[str, tuple[str, ...]]:
+    """Returns the tensors of each kind of parameter, as in `Family.all_names`.
+
+    Args:
+        layers: the prefix of a layer.
+        fused_experts: whether there is one tensor for the matrices of all experts of a layer, as in exported files.
+    """
     return {
         kind: tuple(name.replace(_BLOCKS, layers).removeprefix("model.") for name in names)
-        for kind, names in _LLAMA.items()
+        for kind, names in FAMILIES["llama"].all_names(fused=fused_experts).items()
     }
 
 

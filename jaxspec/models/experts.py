@@ -173,7 +173,9 @@ def _with_loop(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"]
     total = jnp.zeros((len(rows), how.shards, rows.shape[1]), jnp.float32)
     if how.shards > 1:  # each device sums over its own units, so that there is one sum over devices for a layer
         total = lax.with_sharding_constraint(total, jax.P(jax.P.UNCONSTRAINED, MODEL))
-    return lax.fori_loop(0, used.sum(), add, total).sum(1)
+    with jax.named_scope("experts"):  # a name in compiled programs
+        total = lax.fori_loop(0, used.sum(), add, total)
+    return total.sum(1)
 
 
 def _grouped(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Array, down: Array) -> Array:
@@ -242,13 +244,23 @@ def count_reads(lm: Any, params: Params) -> ExpertReads | None:
     config = getattr(lm, "config", None)
     if not isinstance(config, ModelConfig) or config.experts is None:
         return None
-    all_experts = others = 0
+    none, one = (count_bytes(params, config.experts, tokens) for tokens in (0, 1))
+    rows = 0 if config.tie_embeddings else count_bytes(params["embed"])  # a call reads single rows of the embeddings
+    return ExpertReads(config.experts.count, config.experts.per_token, (one - none) / (one - rows))
+
+
+def count_bytes(params: Params, experts: Experts | None = None, tokens: int = 1) -> float:
+    """Returns the bytes of parameters; of the experts' matrices, only the expected bytes of tokens in one call.
+
+    Args:
+        params: the parameters.
+        experts: the sizes of the mixtures of experts; None if there are none.
+        tokens: the number of tokens, which choose their experts independently.
+    """
+    total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = {getattr(key, "key", None) for key in path}
-        size = leaf.size * leaf.dtype.itemsize
-        if names & set(EXPERT_MATRICES):
-            all_experts += size
-        elif config.tie_embeddings or "embed" not in names:  # a call reads single rows of the embeddings
-            others += size
-    own = all_experts * config.experts.per_token / config.experts.count
-    return ExpertReads(config.experts.count, config.experts.per_token, own / (own + others))
+        share = 1.0
+        if experts is not None and {getattr(key, "key", None) for key in path} & set(EXPERT_MATRICES):
+            share = ExpertReads(experts.count, experts.per_token, 1.0).expected(tokens) / experts.count
+        total += share * leaf.size * leaf.dtype.itemsize
+    return total

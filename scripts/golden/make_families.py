@@ -156,6 +156,15 @@ CASES: dict[str, dict] = {
     "qwen3.5-moe": _HYBRID
     | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 24, "intermediate_size": None}
     | _EXPERTS,
+    "qwen3-next": _HYBRID
+    | {
+        "model_type": "qwen3_next",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5},
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [2],
+        "norm_topk_prob": False,
+    }
+    | _EXPERTS,
 }
 
 
@@ -165,10 +174,14 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tests/golden/families.json"))
-    out = parser.parse_args().out
+    parser.add_argument("--cases", nargs="*", default=list(CASES), help="only these; other cases keep their figures")
+    arguments = parser.parse_args()
+    out: pathlib.Path = arguments.out
     golden: dict = {"transformers": transformers.__version__, "cases": {}}
-    for name, changes in CASES.items():
-        settings = _SIZES | changes
+    if len(arguments.cases) < len(CASES):
+        golden["cases"] = json.loads(out.read_text())["cases"]
+    for name in arguments.cases:
+        settings = _SIZES | CASES[name]
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoint(pathlib.Path(folder), name, settings, {})
             config = transformers.AutoConfig.from_pretrained(folder)

@@ -6,22 +6,27 @@ what is cached and what is new are both compared.
 
 import dataclasses
 import functools
+import json
 import pathlib
 
 import gguf
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
 from helpers.checkpoints import assert_same_params, leaves
-from helpers.families import POSITIONS, tokens_of, write_checkpoint
+from helpers.families import LENGTH, POSITIONS, PREFIX, TREE, paths, tokens_of, write_checkpoint
 from helpers.logits import GOLDEN, logits_in_pieces
+from helpers.paths import GOLDEN_DIR
 from helpers.tiers import with_slow
 from jaxspec.checkpoints.hf_families import FAMILIES, read_config
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
+from jaxspec.core.records import Window
 from jaxspec.errors import CheckpointError, InvalidConfig
+from jaxspec.kernels.library import describe_kernels, kernels_available
 
 WHOLE = {
     "vocab_size",
@@ -69,6 +74,36 @@ def test_logits_are_those_of_transformers(case, tmp_path):
     expected = np.asarray(GOLDEN[case]["logits"])
     assert expected.max() - expected.min() > 5  # they say something
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+TREES = json.loads((GOLDEN_DIR / "trees.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", TREES)
+@pytest.mark.parametrize("kernels", with_slow([True, False], {False}))
+def test_every_node_of_a_tree_has_the_logits_of_its_path(case, kernels, tmp_path):
+    """The text before the tree is committed. The figures were made by `scripts/golden/make_trees.py`."""
+    if kernels and not kernels_available():
+        pytest.skip(describe_kernels())
+    model, text = load(checkpoint(tmp_path, case), kernels=kernels), tokens_of(case)
+    nodes = len(TREE)
+    mask = np.zeros((nodes, nodes), bool)
+    for node, path in enumerate(paths()):
+        mask[node, path] = True
+
+    @jax.jit
+    def read(params, tokens):
+        first = Window(tokens[:, :PREFIX], jnp.arange(PREFIX)[None], jnp.tri(PREFIX, dtype=bool)[None])
+        cache = model.lm.init_cache(1, LENGTH)
+        _, entries = model.lm.apply(params, first, cache)
+        cache = model.lm.commit(cache, entries, None, jnp.full((1,), PREFIX))
+        positions = PREFIX - 1 + mask.sum(1)
+        window = Window(tokens[:, PREFIX : PREFIX + nodes], jnp.asarray(positions)[None], jnp.asarray(mask)[None])
+        features, _ = model.lm.apply(params, window, cache)
+        return model.lm.head(params, features)
+
+    found = read(model.params, jnp.asarray([text]))[0]
+    np.testing.assert_allclose(found, TREES[case], rtol=0, atol=TOLERANCE)
 
 
 @functools.cache
