@@ -10,6 +10,7 @@ from jaxspec.core.cache import BLOCK_SLOTS
 from jaxspec.core.records import KV, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import calls
+from jaxspec.models import query_chunks
 from jaxspec.models.attention_once import attend_once, block_size
 from jaxspec.models.execution import Execution
 
@@ -69,6 +70,8 @@ def attend(
         from jaxspec.models.attention_pallas import attend_pallas  # a third of a second
 
         return attend_pallas(queries, prefix, layer, length, window, mask, scale, first_seen, execution.platform)
+    if not prefix.keys.shape[3] and paths is None and queries.shape[3] > query_chunks.QUERIES_AT_ONCE:
+        return _without_cache(queries, prefix, length, window, mask, scale, first_seen)
     size = block_size(prefix) if execution.on_gpu and paths is None else BLOCK_SLOTS
     if size == prefix.keys.shape[3] > BLOCK_SLOTS:
         return attend_once(queries, prefix, layer, length, window, mask, scale, first_seen)
@@ -110,6 +113,24 @@ def sliding_window_mask(window: Window, size: int | None) -> tuple[Bool[Array, "
             f"{size}; use a smaller tree"
         )
     return window.mask & (window.positions[:, None, :] >= first[:, :, None]), first
+
+
+def _without_cache(
+    queries: Array,
+    prefix: KV,
+    length: Array,
+    window: tuple[Array, Array],
+    mask: Array,
+    scale: float,
+    first_seen: Array | None,
+) -> Array:
+    """Computes `attend` without a cache for many queries, whose scores would be a large array."""
+
+    def compute(queries: Array, mask: Array, first_seen: Array | None) -> Array:
+        return _with_xla(queries, prefix, 0, length, window, mask, None, scale, first_seen, BLOCK_SLOTS)
+
+    arrays, size = (queries, mask, first_seen), query_chunks.QUERIES_AT_ONCE
+    return query_chunks.attend_in_chunks(compute, size, arrays, (3, 1, 1), (0, True, 0), out=3)
 
 
 def _with_xla(

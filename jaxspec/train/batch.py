@@ -1,6 +1,6 @@
 """Arrays of a training step: a batch of packed rows, the frozen parts of the target, and what heads guess."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,14 @@ class Guess(NamedTuple):
     """What heads guess in one step at every position, or at `Batch.anchors`.
 
     Attributes:
-        logits: logits of the token that is 2 + step positions ahead.
+        states: what `jaxspec.train.trainee.Trainee.logits` computes the logits from, of the token that is 2 + step
+            positions ahead: an array `[B, A, ...]`, or a tuple of such arrays.
         penalty: an additional loss at each position; None for no additional loss.
         certainty: logits of the estimated acceptance, which is the probability mass that the laws of the draft and the
             target share; None for no estimate.
     """
 
-    logits: Float[Array, "B A R"]
+    states: Any
     penalty: Float[Array, "B A"] | None = None
     certainty: Float[Array, "B A"] | None = None
 

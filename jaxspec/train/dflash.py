@@ -21,6 +21,7 @@ from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash_config import DFlashConfig, default_dflash_taps
 from jaxspec.heads.network import DraftHeads, check_target, make_network
+from jaxspec.models import query_chunks
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch, FrozenTarget, Guess, shift_left, take_anchors
@@ -111,13 +112,27 @@ class DFlashTrainee(HeadTrainee):
         head, states = make_network(c, params), self._states(params, frozen, batch)
         memory = jnp.zeros((*states.shape[:2], c.memory))
         for step in range(self.drafted):
-            own, words = states[:, :, step + c.skipped], None
-            logits = head.logits(own) if c.own_projection else matmul(own, frozen.rows, transposed=True)
+            own, words, followed = states[:, :, step + c.skipped], None, None
             if c.markov:
                 words = head.words(take_anchors(batch, shift_left(batch.tokens, 1 + step)))
                 followed, memory = head.follow(words, own, memory)
-                logits = logits + head.correction(followed)
-            yield Guess(logits, certainty=head.certainty(own, words) if c.confidence else None)
+            yield Guess((own, followed), certainty=head.certainty(own, words) if c.confidence else None)
+
+    def projection(self, params: Params) -> dict[str, Array]:
+        """Returns the head's own projection and the output matrix of the Markov head, as far as the head has them."""
+        return {name: params[name] for name in ("head", "markov_out") if name in params}
+
+    def logits(
+        self,
+        projection: dict[str, Array],
+        rows: Float[Array, "R E"],
+        step: int,
+        states: tuple[Float[Array, "B A E"], Float[Array, "B A r"] | None],
+    ) -> Float[Array, "B A R"]:
+        """Returns the logits of a token of the blocks; see `Trainee.logits`."""
+        own, followed = states
+        logits = matmul(own, projection.get("head", rows), transposed=True)
+        return logits if followed is None else logits + matmul(followed, projection["markov_out"], transposed=True)
 
     def _states(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Float[Array, "B A b E"]:
         """Returns the states of the rows of all blocks."""
@@ -170,7 +185,6 @@ class DFlashTrainee(HeadTrainee):
         return head.run(x, attention).reshape(*rows, row.size, -1)
 
 
-@functools.partial(jax.checkpoint, static_argnums=5)
 def attend_to_text_and_block(
     queries: Float[Array, "B H G N K"],
     text: KV,
@@ -190,13 +204,32 @@ def attend_to_text_and_block(
         scale: factor that the scores are multiplied by.
     """
     (batch, heads, group, _, width), (blocks, rows) = queries.shape, (sees.shape[1], len(near))
-    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
-    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     split = queries.reshape(batch, heads, group, blocks, rows, width)
     # The conversion to float32 is exact. It is needed because XLA:CPU has no bfloat16 product of so few columns.
-    keys, values = (a.astype(jnp.float32).reshape(batch, heads, blocks, rows, width) for a in own)
-    far = jnp.where(sees[:, None, None], dot("bhgaik,bhjk->bhgaij", split, text.keys) * scale, -jnp.inf)
-    close = jnp.where(near, dot("bhgaik,bhajk->bhgaij", split.astype(jnp.float32), keys) * scale, -jnp.inf)
+    own = KV(*(a.astype(jnp.float32).reshape(batch, heads, blocks, rows, width) for a in own))
+    attend = functools.partial(_attend, text, near, scale)
+    size = max(1, query_chunks.QUERIES_AT_ONCE // rows)
+    if blocks <= size:
+        mixed = jax.checkpoint(attend)(split, own, sees)
+    else:
+        arrays = (split, own, sees)
+        mixed = query_chunks.attend_in_chunks(attend, size, arrays, (3, 2, 1), (0, 0, True), out=3)
+    return mixed.reshape(queries.shape)
+
+
+def _attend(
+    text: KV,
+    near: Bool[Array, "b b"],
+    scale: float,
+    queries: Float[Array, "B H G A b K"],
+    own: KV,
+    sees: Bool[Array, "B A #b T"],
+) -> Float[Array, "B H G A b K"]:
+    """Computes `attend_to_text_and_block` for some blocks."""
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    far = jnp.where(sees[:, None, None], dot("bhgaik,bhjk->bhgaij", queries, text.keys) * scale, -jnp.inf)
+    close = jnp.where(near, dot("bhgaik,bhajk->bhgaij", queries.astype(jnp.float32), own.keys) * scale, -jnp.inf)
     weights, size = jax.nn.softmax(jnp.concatenate([far, close], -1), -1), far.shape[-1]
     mixed = dot("bhgaij,bhjk->bhgaik", weights[..., :size].astype(queries.dtype), text.values)
-    return (mixed + dot("bhgaij,bhajk->bhgaik", weights[..., size:], values)).reshape(queries.shape)
+    return mixed + dot("bhgaij,bhajk->bhgaik", weights[..., size:], own.values)

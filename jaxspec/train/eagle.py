@@ -13,6 +13,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.amounts import plural
@@ -21,6 +22,7 @@ from jaxspec.core.records import KV, Params
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig, default_eagle_taps
 from jaxspec.heads.network import DraftHeads, check_target, make_network
+from jaxspec.models import query_chunks
 from jaxspec.models.layers import look_up, matmul, rotation
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch, FrozenTarget, Guess, shift_left
@@ -32,6 +34,9 @@ EVALUATION_STEPS = 7
 """Number of steps in which heads are evaluated, whatever their number in training: EAGLE's own trees are as deep."""
 NOISE_LENGTH = 512
 """Text length at which the noise has the width of the setting."""
+ATTENTION = "attention"
+"""Name of the outputs of attention in chunks. The backward pass keeps them, because it recomputes the scores of a chunk
+already."""
 SWITCHES = ("fc_bias", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "own_projection")
 """Settings that are fields of `EagleConfig`."""
 
@@ -108,11 +113,13 @@ class EagleTrainee(HeadTrainee):
         sees = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (steps[:, None] >= steps)
         kept: list[list[KV]] = []
         for _ in range(self.drafted):
-            states, new, logits = self._step(params, frozen, states, batch.tokens, kept, sees)
+            states, new, projected = self._step(params, frozen, states, batch.tokens, kept, sees)
             kept = [*kept, new]
-            yield Guess(logits, self._distance(states, features) if self.feature_loss else None)
+            yield Guess(projected, self._distance(states, features) if self.feature_loss else None)
 
-    @functools.partial(jax.checkpoint, static_argnums=0)
+    @functools.partial(
+        jax.checkpoint, static_argnums=0, policy=jax.checkpoint_policies.save_only_these_names(ATTENTION)
+    )
     def _step(
         self,
         params: Params,
@@ -121,8 +128,12 @@ class EagleTrainee(HeadTrainee):
         tokens: Int[Array, "B T"],
         kept: list[list[KV]],
         sees: Bool[Array, "B T T"],
-    ) -> tuple[Float[Array, "B T E"], list[KV], Float[Array, "B T R"]]:
-        """Computes the step after the steps in `kept`: its states, keys and values of each layer, and its logits."""
+    ) -> tuple[Float[Array, "B T E"], list[KV], Float[Array, "B T E"]]:
+        """Computes the step after the steps in `kept`.
+
+        Returns:
+            Its states, the keys and values of each layer, and the input of the projection to logits.
+        """
         head, c, new = make_network(self.config, params), self.config.decoder, []
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) + len(kept), tokens.shape)
         turned = rotation(positions, c.rope, c.head_dim)
@@ -138,9 +149,17 @@ class EagleTrainee(HeadTrainee):
         table = params["embed"] if self.config.own_embedding else frozen.embed
         assert table is not None
         states = head.run(states, look_up(table, shift_left(tokens, 1 + len(kept))), attention)
-        if self.config.own_projection:
-            return states, new, head.logits(states)
-        return states, new, matmul(head.projected(states), frozen.rows, transposed=True)
+        return states, new, head.projected(states)
+
+    def projection(self, params: Params) -> list[Array]:
+        """Returns the head's own projection in a list, which is empty if the head uses the target's projection."""
+        return [params["head"]] if self.config.own_projection else []
+
+    def logits(
+        self, projection: list[Array], rows: Float[Array, "R E"], step: int, states: Float[Array, "B A E"]
+    ) -> Float[Array, "B A R"]:
+        """Returns the logits of a step; see `Trainee.logits`."""
+        return matmul(states, *projection or [rows], transposed=True)
 
     def _with_noise(self, features: Float[Array, "B T F"], batch: Batch) -> Float[Array, "B T F"]:
         """Adds the noise of a training step. Evaluation has no key, and therefore no noise."""
@@ -170,15 +189,27 @@ def attend_to_rows_and_chain(
         sees: mask of the rows of step 0 that each row attends to.
         scale: factor that the scores are multiplied by.
     """
-    first, size = seen[0], queries.shape[3]
+    chain = None
+    if len(seen) > 1:
+        # The conversion to float32 is exact. It is needed because XLA:CPU has no bfloat16 product of so few columns.
+        chain = KV(*(jnp.stack(each, axis=3).astype(jnp.float32) for each in zip(*seen[1:])))
+    attend = functools.partial(_attend, seen[0], scale)
+    if queries.shape[3] <= (size := query_chunks.QUERIES_AT_ONCE):
+        return attend(queries, sees, chain)
+    mixed = query_chunks.attend_in_chunks(attend, size, (queries, sees, chain), (3, 1, 2), (0, True, 0), out=3)
+    return checkpoint_name(mixed, ATTENTION)
+
+
+def _attend(
+    first: KV, scale: float, queries: Float[Array, "B H G C K"], sees: Bool[Array, "B C T"], chain: KV | None
+) -> Float[Array, "B H G C K"]:
+    """Computes `attend_to_rows_and_chain` for some queries; `chain` has their keys and values `[B, H, C, s, K]`."""
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scores = jnp.where(sees[:, None, None], dot("bhgtk,bhjk->bhgtj", queries, first.keys) * scale, -jnp.inf)
-    if len(seen) == 1:
+    if chain is None:
         return dot("bhgtj,bhjk->bhgtk", jax.nn.softmax(scores, -1).astype(queries.dtype), first.values)
-    # The conversion to float32 is exact. It is needed because XLA:CPU has no bfloat16 product of so few columns.
-    chain = KV(*(jnp.stack(each, axis=3).astype(jnp.float32) for each in zip(*seen[1:])))
     own = dot("bhgtk,bhtsk->bhgts", queries, chain.keys) * scale
-    weights = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1)
+    weights, size = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1), scores.shape[-1]
     mixed = dot("bhgtj,bhjk->bhgtk", weights[..., :size].astype(queries.dtype), first.values)
     return mixed + dot("bhgts,bhtsk->bhgtk", weights[..., size:], chain.values)

@@ -133,7 +133,7 @@ def rank_tokens(
     @jax.jit
     def rank(frozen: losses.FrozenTarget, params: Any, part: losses.Batch) -> Int[Array, "B T n"]:
         ranks = []
-        for step, (logits, *_) in enumerate(trainee.unroll(params, frozen, part)):
+        for step, logits in enumerate(trainee.unroll_logits(params, frozen, part)):
             token = losses.shift_left(part.tokens, 2 + step)
             row = token if frozen.index is None else frozen.index[token]
             own = jnp.take_along_axis(logits, jnp.maximum(row, 0)[..., None], -1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.backend.compilation_cache import keep_compilations
@@ -40,9 +41,8 @@ class FeatureReader:
             self._read(params, *(a[at : at + self.batch] for a in padded))
             for at in range(0, len(padded[0]), self.batch)
         ]
-        return (
-            parts[0][: len(tokens)] if len(parts) == 1 else np.concatenate(list(map(np.asarray, parts)))[: len(tokens)]
-        )
+        whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return whole if len(whole) == len(tokens) else whole[: len(tokens)]
 
 
 @functools.lru_cache(maxsize=8)

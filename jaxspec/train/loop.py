@@ -90,6 +90,8 @@ class Loop:
         self.best, self.log = checkpoint.best, Log(folder, int(checkpoint.state.step))
         self._take_step, self._sum_losses = _compiled(setup.settings, setup.trainee, setup.network)
         self._timed = (time.perf_counter(), int(checkpoint.state.step))  # when the last line was logged, and its step
+        self._reports: list[tuple[int, Report, losses.LossSums, jax.Array]] = []  # lines that are not written yet
+        self._bad: tuple[int, jax.Array] | None = None  # the last step, and its count of steps that were not finite
 
     def run(self) -> TrainState:
         """Takes the remaining steps, and returns the last state.
@@ -100,25 +102,39 @@ class Loop:
         """
         settings = self.setup.settings
         self._timed = (time.perf_counter(), int(self._state.step))
+        first = int(self._state.step) + 1
+        ahead = self._next() if first <= settings.steps else None
         with Interrupts(self._watch.say) as interrupts:
-            for now in range(int(self._state.step) + 1, settings.steps + 1):
-                index = next(self._order)
-                self._state, report = self._take_step(self.setup.frozen, self._state, self._batch(index))
-                self._check_finite(now)
+            for now in range(first, settings.steps + 1):
+                assert ahead is not None
+                batch, order = ahead
+                self._state, report = self._take_step(self.setup.frozen, self._state, batch)
                 last = now == settings.steps
                 if now % settings.log_every == 0 or last:
-                    self._report(now, report)
+                    self._keep_report(now, report)
+                # The devices compute the step while the host loads the next batch and looks at the step before.
+                bad, self._bad = self._bad, (now, jnp.copy(self._state.bad))
+                ahead = None if last else self._next()
+                self._check_finite(bad)
+                self._write_reports(before=now)
                 if self.setup.held is not None and (now % settings.eval_every == 0 or last):
+                    self._settle(now)
                     self._evaluate(now, self.setup.held)
                 regular = now % settings.save_every == 0 or last or (self.best is not None and self.best[0] == now)
                 if regular or interrupts.wanted:
+                    self._settle(now)
                     with interrupts.saving():
                         state = jax.device_get(self._state)
-                        self.store.save(TrainCheckpoint(state, self._order.get_state(), self.best), extra=not regular)
+                        self.store.save(TrainCheckpoint(state, order, self.best), extra=not regular)
                 if interrupts.wanted:
                     self._watch.say(f"interrupted after step {now}, which is saved in {self.store.folder}")
                     raise KeyboardInterrupt
         return self._state
+
+    def _next(self) -> tuple[losses.Batch, dict]:
+        """Returns the next batch, and the state of the order after it."""
+        index = next(self._order)
+        return self._batch(index), self._order.get_state()
 
     def _batch(self, index: np.ndarray) -> losses.Batch:
         """Returns the rows with these numbers, divided into parts, on the devices."""
@@ -132,26 +148,41 @@ class Loop:
         parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
         return jax.device_put(losses.Batch(*parts), self.setup.spread)
 
-    def _check_finite(self, now: int) -> None:
+    def _check_finite(self, bad: tuple[int, jax.Array] | None) -> None:
+        """Raises TrainingError if the steps up to a step, which is given with its count, were not finite."""
         most = self.setup.settings.max_bad_steps
-        if int(self._state.bad) >= most:
+        if bad is not None and int(bad[1]) >= most:
             raise TrainingError(
-                f"step {now}: the loss was not finite {most} times in a row; lower learning_rate (--learning-rate), "
+                f"step {bad[0]}: the loss was not finite {most} times in a row; lower learning_rate (--learning-rate), "
                 f"and use another folder. The checkpoint of step {max(self.store.steps() or [0])} is intact"
             )
 
-    def _report(self, now: int, report: Report) -> None:
-        """Adds a line to the log, and resets the window of sums."""
-        settings, state = self.setup.settings, self._state
+    def _keep_report(self, now: int, report: Report) -> None:
+        """Keeps the values of a line of the log, which are still being computed, and resets the window of sums."""
+        self._reports.append((now, report, self._state.window, jnp.copy(self._state.skipped)))
+        self._state = self._state._replace(window=jax.tree.map(jnp.zeros_like, self._state.window))
+
+    def _write_reports(self, before: int) -> None:
+        """Adds the lines of earlier steps to the log."""
+        while self._reports and self._reports[0][0] < before:
+            self._report(*self._reports.pop(0))
+
+    def _settle(self, now: int) -> None:
+        """Waits for the last step, and adds its line to the log."""
+        self._check_finite(self._bad)
+        self._write_reports(before=now + 1)
+
+    def _report(self, now: int, report: Report, window: losses.LossSums, skipped: jax.Array) -> None:
+        """Adds a line to the log."""
+        settings = self.setup.settings
         record = {
             "step": now,
             "loss": _number(report.loss),
             "learning_rate": _number(learning_rate(settings)(now - 1)),
             "gradient": _number(report.gradient),
-            **average_sums(state.window),
-            "skipped": int(state.skipped),
+            **average_sums(window),
+            "skipped": int(skipped),
         }
-        self._state = state._replace(window=jax.tree.map(jnp.zeros_like, state.window))
         self.log.add(record)
         clock, since = self._timed
         self._timed = (time.perf_counter(), now)
@@ -165,7 +196,9 @@ class Loop:
         setup, params = self.setup, self._state.params
         frozen = setup.frozen
         if params.target is not None:
-            frozen = losses.freeze(setup.trainee, setup.network, params.target, dtype=setup.settings.precision)
+            frozen = losses.freeze(
+                setup.trainee, setup.network, params.target, dtype=losses.product_dtype(setup.settings)
+            )
             held = sources.compute_features_on_demand(setup.reader, params.target, held.rows)
         sum_batch = functools.partial(self._sum_losses, frozen, params.heads)
         record = {"step": now, "held_out": evaluate(sum_batch, held, setup.reader.batch)}

@@ -13,7 +13,10 @@ The losses are:
 With a reduced vocabulary, KL renormalises the target's law on the drafted tokens, and acceptance does not.
 """
 
+import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -22,13 +25,14 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.backend.layout import default_platform
 from jaxspec.core.records import Params
 from jaxspec.models.layers import matmul
-from jaxspec.train import calibration
+from jaxspec.train import calibration, chunks
 from jaxspec.train.batch import Batch as Batch
 from jaxspec.train.batch import FrozenTarget as FrozenTarget
+from jaxspec.train.batch import Guess, limit_anchors, take_anchors
 from jaxspec.train.batch import find_supervised as find_supervised
-from jaxspec.train.batch import limit_anchors, take_anchors
 from jaxspec.train.batch import shift_left as shift_left
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Trainee
@@ -104,6 +108,13 @@ def needs_features(settings: TrainSettings, trainee: Trainee) -> bool:
     return trainee.reads_features or has_law(settings, trainee)
 
 
+def product_dtype(settings: TrainSettings) -> str:
+    """Returns the dtype of the matrix products; the setting "auto" depends on the platform of the devices."""
+    if settings.precision != "auto":
+        return settings.precision
+    return "float32" if default_platform() == "cpu" else "bfloat16"
+
+
 def needs_laws(settings: TrainSettings, trainee: Trainee) -> bool:
     """Returns whether a loss needs the target's law without renormalising it on the drafted tokens."""
     return trainee.blocks is not None or settings.loss not in ("ce", "kl")
@@ -172,46 +183,203 @@ def target_law(frozen: FrozenTarget, features: Float[Array, "B T F"]) -> Float[A
     return logits - jax.nn.logsumexp(whole, -1, keepdims=True)
 
 
-def sum_losses(
-    settings: TrainSettings, trainee: Trainee, params: Params, frozen: FrozenTarget, batch: Batch
-) -> LossSums:
-    """Computes the sums of loss and accuracy of every drafted token on some rows."""
+class _Labels(NamedTuple):
+    """What the loss of a step compares the guesses with.
+
+    Attributes:
+        row: the row of the correct token, -1 for a token that is not drafted.
+        counted: whether the position has a loss.
+        there: whether the position has a token to predict.
+        anchor: the position of the text.
+    """
+
+    row: Int[Array, "B A"]
+    counted: Bool[Array, "B A"]
+    there: Bool[Array, "B A"]
+    anchor: Int[Array, "B A"]
+
+    @classmethod
+    def of(cls, settings: TrainSettings, trainee: Trainee, frozen: FrozenTarget, whole: Batch, step: int) -> Self:
+        """Returns the labels of a step."""
+        blocks = trainee.blocks
+        batch = whole if blocks is None else limit_anchors(whole, blocks.shares, step)
+        token = take_anchors(batch, shift_left(batch.tokens, 2 + step))
+        places = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+        return cls(
+            token if frozen.index is None else frozen.index[token],
+            counted_positions(settings, trainee, frozen, whole, step),
+            take_anchors(batch, find_supervised(batch, step, blocks is not None)),
+            take_anchors(batch, places),
+        )
+
+
+class _Judged(NamedTuple):
+    """What is known of the guesses of a step once their logits are gone.
+
+    Attributes:
+        loss: the loss of each position, 0 where it is not counted.
+        rank: the rank of the correct token, from 0.
+        acceptance: the probability mass that the laws of the draft and the target share; None if it is not needed.
+    """
+
+    loss: Float[Array, "B A"]
+    rank: Int[Array, "B A"]
+    acceptance: Float[Array, "B A"] | None
+
+
+class _Constants(NamedTuple):
+    """The arrays that the losses of all positions share."""
+
+    weights: Float[Array, "n"]
+    frozen: FrozenTarget
+    features: Float[Array, "B T F"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Judge:
+    """The loss of some positions in consecutive steps that guess from the same positions.
+
+    Attributes:
+        settings: the settings.
+        trainee: the heads.
+        first: the first of the steps.
+        consecutive: whether the positions are consecutive, and not drawn.
+    """
+
+    settings: TrainSettings
+    trainee: Trainee
+    first: int
+    consecutive: bool
+
+    def __call__(
+        self, learned: tuple[Any, Any], states: list[Any], labels: list[_Labels], constants: _Constants
+    ) -> tuple[Float[Array, ""], list[_Judged]]:
+        """Returns the weighted sum of all losses, and what is known of the guesses; see `sum_in_chunks`."""
+        settings, trainee, frozen = self.settings, self.trainee, constants.frozen
+        projection, rows = learned
+        rows = frozen.rows if rows is None else rows
+        total, judged, laws = jnp.float32(0), [], self._laws(labels, constants)
+        for i, (state, label, law) in enumerate(zip(states, labels, laws)):
+            step = self.first + i
+            logits, row = trainee.logits(projection, rows, step, state), jnp.maximum(label.row, 0)
+            loss = compute_loss(
+                settings.loss, logits, label.row if settings.loss == "ce-l1" else row, law, settings.ce_share
+            )
+            # Losses that are not counted may be NaN.
+            loss = jnp.where(label.counted, loss, 0.0)
+            total = total + constants.weights[step] * loss.sum()
+            same = None
+            if trainee.blocks is not None and law is not None:
+                same = lax.stop_gradient(compute_acceptance(logits, law))
+            own = jnp.take_along_axis(logits, row[..., None], -1)
+            judged.append(_Judged(lax.stop_gradient(loss), (logits > own).sum(-1), same))
+        return total, judged
+
+    def _laws(self, labels: list[_Labels], constants: _Constants) -> Iterator[Float[Array, "B A R"] | None]:
+        """Yields the target's law of the token that each step guesses."""
+        if not has_law(self.settings, self.trainee):
+            yield from [None] * len(labels)
+            return
+        anchor, features = labels[0].anchor, constants.features
+        count, steps = anchor.shape[1], range(self.first, self.first + len(labels))
+        if self.consecutive:  # one law of each position for all steps
+            near = lax.dynamic_slice_in_dim(features, anchor[0, 0] + 1 + self.first, count + len(steps) - 1, axis=1)
+            law = lax.stop_gradient(target_law(constants.frozen, near))
+            yield from (law[:, i : i + count] for i in range(len(steps)))
+            return
+        for step in steps:
+            near = jnp.take_along_axis(features, (anchor + 1 + step)[..., None], axis=1)
+            yield lax.stop_gradient(target_law(constants.frozen, near))
+
+
+def weigh_losses(
+    settings: TrainSettings,
+    trainee: Trainee,
+    params: Params,
+    frozen: FrozenTarget,
+    batch: Batch,
+    weights: Float[Array, "n"],
+) -> tuple[Float[Array, ""], LossSums]:
+    """Computes the sums of loss and accuracy of every drafted token on some rows.
+
+    The logits exist for a few positions at a time; see `jaxspec.train.chunks`.
+
+    Args:
+        settings: the settings.
+        trainee: the heads.
+        params: the parameters of the heads.
+        frozen: the target's tables, which receive a gradient if the target is trained as well.
+        batch: the rows.
+        weights: the weight of each drafted token, without a gradient.
+
+    Returns:
+        The sum of all weighted losses, and the sums by drafted token, which have no gradient.
+    """
     # Features of padding may be NaN, and NaN times zero is NaN in a gradient.
     features = jnp.where((batch.segments > 0)[..., None], batch.features, 0)
     whole, blocks = batch._replace(features=features), trainee.blocks
-    law = lax.stop_gradient(target_law(frozen, features)) if has_law(settings, trainee) else None
+    guesses = list(trainee.unroll(params, frozen, whole))
+    steps = range(len(guesses))
+    labels = [_Labels.of(settings, trainee, frozen, whole, step) for step in steps]
+    total, judged = _judge_all(settings, trainee, params, frozen, whole, weights, guesses, labels)
     columns: list[tuple] = []
     shared = LossSums.zeros(settings, trainee).blocks
     reached = jnp.ones((len(features), 1), bool)
     running = jnp.ones((len(features), 1))
-    for step, (logits, penalty, certainty) in enumerate(trainee.unroll(params, frozen, whole)):
-        batch = whole if blocks is None else limit_anchors(whole, blocks.shares, step)
-        there = take_anchors(batch, find_supervised(batch, step, blocks is not None))
-        token = take_anchors(batch, shift_left(batch.tokens, 2 + step))
-        row = token if frozen.index is None else frozen.index[token]
-        label = jnp.maximum(row, 0)
-        ahead_law = None if law is None else take_anchors(batch, shift_left(law, 1 + step))
-        loss = compute_loss(
-            settings.loss, logits, row if settings.loss == "ce-l1" else label, ahead_law, settings.ce_share
-        )
-        loss = loss if penalty is None else loss + penalty
+    for step, guess, label, one in zip(steps, guesses, labels, judged):
+        there, extra = label.there, guess.penalty
         if blocks is not None and shared is not None:
-            assert ahead_law is not None
-            same = lax.stop_gradient(compute_acceptance(logits, ahead_law))
-            if certainty is not None:
-                loss = loss + blocks.confidence * optax.sigmoid_binary_cross_entropy(certainty, same)
+            same = one.acceptance
+            assert same is not None
+            if guess.certainty is not None:
+                entropy = blocks.confidence * optax.sigmoid_binary_cross_entropy(guess.certainty, same)
+                extra = entropy if extra is None else extra + entropy
             running = running[:, : there.shape[1]] * jnp.where(there, same, 0.0)
-            shared = shared.add(step, there, same, running, certainty)
-        own = jnp.take_along_axis(logits, label[..., None], -1)
-        rank = lax.stop_gradient((logits > own).sum(-1))
-        first = there & (row >= 0) & (rank < 1)
+            shared = shared.add(step, there, same, running, guess.certainty)
+        first = there & (label.row >= 0) & (one.rank < 1)
         reached = reached[:, : first.shape[1]] & first
-        # Losses that are not counted may be NaN.
-        taken = counted_positions(settings, trainee, frozen, whole, step)
-        total = jnp.where(taken, loss, 0.0).sum()
-        five = there & (row >= 0) & (rank < 5)
-        columns.append((total, *(a.sum(dtype=jnp.float32) for a in (taken, there, first, five, reached))))
-    return LossSums(*(jnp.stack(column) for column in zip(*columns)), blocks=shared)
+        loss = one.loss.sum()
+        if extra is not None:
+            added = jnp.where(label.counted, extra, 0.0).sum()
+            total, loss = total + weights[step] * added, loss + lax.stop_gradient(added)
+        five = there & (label.row >= 0) & (one.rank < 5)
+        columns.append((loss, *(a.sum(dtype=jnp.float32) for a in (label.counted, there, first, five, reached))))
+    return total, LossSums(*(jnp.stack(column) for column in zip(*columns)), blocks=shared)
+
+
+def _judge_all(
+    settings: TrainSettings,
+    trainee: Trainee,
+    params: Params,
+    frozen: FrozenTarget,
+    batch: Batch,
+    weights: Float[Array, "n"],
+    guesses: list[Guess],
+    labels: list[_Labels],
+) -> tuple[Float[Array, ""], list[_Judged]]:
+    """Computes the losses of all steps; steps that guess from equally many positions share the target's law."""
+    learned = trainee.projection(params), None if trainee.joint is None else frozen.rows
+    size = max(1, chunks.POSITIONS_AT_ONCE * settings.groups // len(batch.tokens))
+    features = batch.features[..., :0]
+    if has_law(settings, trainee):  # padded, because tokens after the last one of a row have laws as well
+        features = batch.features[..., : frozen.rows.shape[-1]]
+        features = jnp.pad(features, ((0, 0), (0, size + len(guesses)), (0, 0)))
+    constants = lax.stop_gradient(_Constants(weights, frozen, features))
+    total, judged = jnp.float32(0), []
+    for _, group in itertools.groupby(range(len(guesses)), lambda step: labels[step].row.shape[1]):
+        steps = list(group)
+        judge = _Judge(settings, trainee, steps[0], batch.anchors is None)
+        states = [guesses[step].states for step in steps]
+        value, found = chunks.sum_in_chunks(judge, size, learned, states, [labels[step] for step in steps], constants)
+        total, judged = total + value, judged + found
+    return total, judged
+
+
+def sum_losses(
+    settings: TrainSettings, trainee: Trainee, params: Params, frozen: FrozenTarget, batch: Batch
+) -> LossSums:
+    """Computes the sums of loss and accuracy of every drafted token on some rows, without gradients."""
+    return weigh_losses(settings, trainee, params, frozen, batch, jnp.ones(trainee.drafted))[1]
 
 
 def sum_target_loss(frozen: FrozenTarget, batch: Batch, features: Float[Array, "B T E"]) -> Float[Array, ""]:

@@ -7,6 +7,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxspec.amounts import plural
 from jaxspec.core.networks import ProjectedTarget, empty_feature, need_members
@@ -99,7 +100,7 @@ class MedusaTrainee(HeadTrainee):
         return cls.of(config, joint)
 
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
-        """Yields the logits of each head after every token t, for token t + 2 + head."""
+        """Yields the input of each head's projection after every token t, for token t + 2 + head."""
         heads, words = make_network(self.config, with_ids(params, frozen.ids)), []
         if self.config.reads_words:
             assert frozen.embed is not None
@@ -107,11 +108,17 @@ class MedusaTrainee(HeadTrainee):
                 normalize_embeddings(frozen.embed[shift_left(batch.tokens, 1 + j)])
                 for j in range(self.config.num_heads)
             ]
-        for head, features in enumerate(heads.each_feature(batch.features.astype(jnp.float32), words)):
-            if self.config.num_projections:
-                yield Guess(heads.logits(head, features))
-            else:
-                yield Guess(matmul(features, frozen.rows, transposed=True))
+        yield from map(Guess, heads.each_feature(batch.features.astype(jnp.float32), words))
+
+    def projection(self, params: Params) -> list[Array]:
+        """Returns the projections of the heads, or the one projection that they share; empty if it is the target's."""
+        return [params["projections"][i] for i in range(self.config.num_projections)]
+
+    def logits(
+        self, projection: list[Array], rows: Float[Array, "R E"], step: int, states: Float[Array, "B A E"]
+    ) -> Float[Array, "B A R"]:
+        """Returns the logits of a head; see `Trainee.logits`."""
+        return matmul(states, projection[min(step, len(projection) - 1)] if projection else rows, transposed=True)
 
 
 def _check_projection(target: Model, no_text: jax.Array) -> None:

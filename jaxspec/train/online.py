@@ -13,7 +13,7 @@ from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch
 from jaxspec.train.head_trainee import HeadTrainee
-from jaxspec.train.losses import freeze, needs_laws
+from jaxspec.train.losses import freeze, needs_laws, product_dtype
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, Trainable, TrainState, compute_features, init_state, train_step
@@ -71,6 +71,6 @@ class OnlineHeads:
         features = compute_features(self.trainee.network(lm), params, rollout.tokens, segments)
         batch = Batch(rollout.tokens, segments, (positions >= rollout.start[:, None]) & (segments > 0), features)
         laws = needs_laws(self.settings, self.trainee)
-        frozen = freeze(self.trainee, lm, params, laws=laws, dtype=self.settings.precision)
+        frozen = freeze(self.trainee, lm, params, laws=laws, dtype=product_dtype(self.settings))
         parts = jax.tree.map(lambda leaf: leaf[None], batch)
         return train_step(self.settings, self.trainee, lm, frozen, state, parts)

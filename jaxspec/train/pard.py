@@ -23,6 +23,7 @@ from jaxspec.core.records import Params, Window
 from jaxspec.core.topology import chain
 from jaxspec.drafters.pard import Pard
 from jaxspec.errors import InvalidConfig, shown
+from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
 from jaxspec.train.batch import Batch, FrozenTarget, Guess, limit_anchors, positions_of, shift_left, take_anchors
@@ -87,8 +88,19 @@ class PardTrainee(Trainee):
 
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each token of the blocks."""
-        for states in self._states(params, batch):
-            yield Guess(self.model.head(params, states)[..., : self.vocab_size])
+        yield from map(Guess, self._states(params, batch))
+
+    def projection(self, params: Params) -> Params:
+        """Returns the table of the draft model's projection; all parameters if the network has no such table."""
+        return self.model.unembedding(params) if isinstance(self.model, TransformerLM) else params
+
+    def logits(
+        self, projection: Params, rows: Float[Array, "R E"], step: int, states: Float[Array, "B A E"]
+    ) -> Float[Array, "B A R"]:
+        """Returns the logits of a token of the blocks; see `Trainee.logits`."""
+        if isinstance(self.model, TransformerLM):
+            return matmul(states, projection, transposed=True)[..., : self.vocab_size]
+        return self.model.head(projection, states)[..., : self.vocab_size]
 
     def _states(self, params: Params, batch: Batch) -> list[Float[Array, "B A E"]]:
         """Returns, for each token of a block, the features of the rows that predict it."""

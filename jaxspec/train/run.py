@@ -114,6 +114,7 @@ def train_heads(
         raise InvalidConfig(f"settings must be of a kind, such as jaxspec.MedusaSettings(); got {shown(settings)}")
     if not isinstance(watch, Watch | None):
         raise InvalidConfig(f"watch must be a jaxspec.train.log.Watch, got {shown(watch)}")
+    settings = dataclasses.replace(settings, precision=losses.product_dtype(settings))
     watch, folder = watch or Watch(), manifest.check_folder(out)
     data_folder = folder if data is None else manifest.check_folder(data)
     start = load_start(settings, target)
@@ -183,7 +184,7 @@ def _set_up(run: _Run, identity: TargetIdentity, used: Data) -> LoopSetup:
     laws, reads = losses.needs_laws(settings, trainee), losses.needs_features(settings, trainee)
     frozen = losses.FrozenTarget.empty()
     if reads:
-        frozen = losses.freeze(trainee, lm, params, used.ids, laws, settings.precision)
+        frozen = losses.freeze(trainee, lm, params, used.ids, laws, losses.product_dtype(settings))
     frozen = jax.device_put(frozen, whole)
     network = trainee.network(lm)
     reader = FeatureReader(network, max(1, settings.batch // settings.accumulate))

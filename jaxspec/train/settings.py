@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LOSSES = ("ce", "kl", "tv", "lk-alpha", "lk-lambda", "ce-l1")
 HEAD_WEIGHTS = ("decay", "acceptance")
 BAD_ROWS = ("report", "refuse")
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("auto", "float32", "bfloat16")
 
 
 @settings_class
@@ -63,7 +63,8 @@ class TrainSettings(abc.ABC):
         warmup: number of steps of linear warm-up, which a cosine decay to 0 follows.
         weight_decay: weight decay of AdamW.
         clip: maximum norm of the gradient; 0 for no clipping.
-        precision: dtype of the matrix products, float32 or bfloat16; parameters and sums are in float32.
+        precision: dtype of the matrix products, float32 or bfloat16; parameters and sums are in float32. auto is
+            bfloat16 on a TPU or GPU, and float32 on a CPU.
         devices: number of devices that the rows of a batch are sharded over.
         seed: seed of the order of the rows and of sampled answers.
         max_bad_steps: number of consecutive steps with a non-finite loss that ends the run.
@@ -102,7 +103,7 @@ class TrainSettings(abc.ABC):
     warmup: int = setting(40, least=0)
     weight_decay: float = setting(0.0, least=0)
     clip: float = setting(1.0, least=0)
-    precision: str = setting("float32", PRECISIONS)
+    precision: str = setting("auto", PRECISIONS)
     devices: int = 1
     seed: int = setting(0, least=0)
     max_bad_steps: int = 10
@@ -134,6 +135,11 @@ class TrainSettings(abc.ABC):
     @abc.abstractmethod
     def drafted(self) -> int:
         """The number of tokens that are guessed from each position."""
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of devices with rows of their own."""
+        return self.devices
 
     @property
     def trains_target(self) -> bool:

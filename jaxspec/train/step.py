@@ -18,8 +18,9 @@ from jaxspec.train.losses import (
     counted_positions,
     freeze,
     head_weights,
-    sum_losses,
+    product_dtype,
     sum_target_loss,
+    weigh_losses,
 )
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Joint, Trainee
@@ -137,18 +138,18 @@ def train_step(
     """
     joint, blocks = trainee.joint, trainee.blocks
     weights = head_weights(settings, state.running, None if blocks is None else blocks.gamma)
-    dtype = jnp.dtype(settings.precision)
+    dtype = jnp.dtype(product_dtype(settings))
 
     def loss(params: Trainable, part: Batch) -> tuple[Array, LossSums]:
         heads = jax.tree.map(lambda leaf: leaf.astype(dtype), params.heads)
         if joint is None:
-            sums = sum_losses(settings, trainee, heads, frozen, part)
-            return (weights * sums.loss / positions).sum(), sums
+            return weigh_losses(settings, trainee, heads, frozen, part, weights / positions)
         features = compute_features(lm, params.target, part.tokens, part.segments)
         tables = freeze(trainee, lm, params.target)
         own = sum_target_loss(tables, part, features)
-        sums = sum_losses(settings, trainee, heads, tables, part._replace(features=features))
-        return joint.heads_weight * (weights * sums.loss / positions).sum() + own / positions[0], sums
+        part = part._replace(features=features)
+        value, sums = weigh_losses(settings, trainee, heads, tables, part, weights / positions)
+        return joint.heads_weight * value + own / positions[0], sums
 
     keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), state.step), len(batch.tokens))
     batch = batch._replace(key=keys)

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.records import Params
 from jaxspec.heads.network import DraftHeads
+from jaxspec.models.layers import matmul
 from jaxspec.models.model import Model
 from jaxspec.train.batch import Batch, FrozenTarget, Guess
 
@@ -107,6 +108,33 @@ class Trainee(abc.ABC):
         is not None, only these positions have guesses. A step may have guesses for only the first of them
         (`BlockTraining.shares`).
         """
+
+    def projection(self, params: Params) -> Any:
+        """Returns the parameters that `logits` reads, such as a projection of the heads' own; by default, no parameters.
+
+        The loss computes their gradients, and holds a sum of them in float32.
+        """
+        return ()
+
+    def logits(self, projection: Any, rows: Float[Array, "R E"], step: int, states: Any) -> Float[Array, "B A R"]:
+        """Returns the logits of a step. By default, they are the states times the target's projection.
+
+        Training calls this function for a few positions at a time, so that the logits of all positions never exist at
+        once. The logits of a position must not depend on other positions.
+
+        Args:
+            projection: what `projection` returned.
+            rows: the rows of the target's projection, `FrozenTarget.rows`.
+            step: the step of `unroll`.
+            states: the states of some positions.
+        """
+        return matmul(states, rows, transposed=True)
+
+    def unroll_logits(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Float[Array, "B A R"]]:
+        """Yields the logits of each step at every position, or at `batch.anchors`."""
+        projection = self.projection(params)
+        for step, guess in enumerate(self.unroll(params, frozen, batch)):
+            yield self.logits(projection, frozen.rows, step, guess.states)
 
     @abc.abstractmethod
     def result(

@@ -84,8 +84,8 @@ def _unroll(
 ) -> list[Float[Array, "size R"]]:
     features = compute_features(laws.network, params.target, tokens, segments)
     batch = losses.Batch(tokens, segments, segments > 0, features)
-    guesses = itertools.islice(laws.trainee.unroll(params.heads, params.frozen, batch), MAX_DRAFTED_TOKENS)
-    return [lax.dynamic_slice_in_dim(guess.logits[0], start, size) for guess in guesses]
+    logits = itertools.islice(laws.trainee.unroll_logits(params.heads, params.frozen, batch), MAX_DRAFTED_TOKENS)
+    return [lax.dynamic_slice_in_dim(each[0], start, size) for each in logits]
 
 
 def build_head_laws(target: Model, heads: DraftHeads, config: Any = None) -> tuple[HeadLaws, HeadParams]:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jaxspec
+from helpers import trainees
 from helpers.eagle_heads import STEPS, SWITCHES, drafted, parameters, supervision, switch_inputs
 from helpers.paths import GOLDEN_DIR
 from jaxspec.core.records import KV, Window
@@ -20,7 +21,6 @@ from jaxspec.heads.files import load_heads
 from jaxspec.heads.headers import open_heads
 from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.network import flatten, init_cache, make_network
-from jaxspec.train import losses
 from jaxspec.train.batch import Batch, FrozenTarget
 from jaxspec.train.eagle import EagleTrainee
 
@@ -80,9 +80,10 @@ def test_losses_and_gradients_of_three_steps(tmp_path, name):
     trained = {key: leaf for key, leaf in heads.params.items() if key != "tokens"}
 
     def loss(params):
-        found = losses.sum_losses(jaxspec.Eagle3Settings(), EagleTrainee.of(heads.config, STEPS), params, frozen, batch)
-        each = 0.8 ** jnp.arange(STEPS) * found.loss / found.counted
-        return each.sum(), each
+        weights = 0.8 ** jnp.arange(STEPS)
+        args = jaxspec.Eagle3Settings(), EagleTrainee.of(heads.config, STEPS), params, frozen, batch
+        value, sums = trainees.weighted(*args, lambda sums: weights / sums.counted)
+        return value, weights * sums.loss / sums.counted
 
     (_, each), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(trained)
     np.testing.assert_allclose(each, LOSSES[name]["losses"], rtol=1e-5)

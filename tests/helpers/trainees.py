@@ -10,6 +10,7 @@ import numpy as np
 import jaxspec
 from helpers import toys
 from jaxspec.text import ChatTemplate, Tokenizer
+from jaxspec.train import losses
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.run import Trained, train_heads
 from jaxspec.train.settings import TrainSettings
@@ -58,3 +59,9 @@ def write_prompts(path, count: int = 24) -> str:
     lines = [json.dumps({"prompt": "".join(rng.choice(letters, rng.integers(2, 9)))}) for _ in range(count)]
     path.write_text("\n".join(lines) + "\n")
     return str(path)
+
+
+def weighted(settings, trainee, params, frozen, batch, weigh) -> tuple:
+    """The weighted sum of all losses, and the sums by drafted token; `weigh` returns the weights for these sums."""
+    sums = losses.sum_losses(settings, trainee, jax.lax.stop_gradient(params), frozen, batch)
+    return losses.weigh_losses(settings, trainee, params, frozen, batch, weigh(sums))

@@ -107,9 +107,12 @@ def test_losses_and_gradients_are_deepspecs(name, tmp_path, monkeypatch):
     whole = Batch(*map(jnp.asarray, (tokens, np.ones_like(tokens), mask, features)))
 
     def loss(params):
-        found = losses.sum_losses(settings, one, params, frozen, whole._replace(anchors=jnp.asarray(places)))
-        each = losses.head_weights(settings, found.top1, gamma=4.0)
-        return (each * found.loss).sum() / (each * found.counted).sum(), found
+        def weigh(sums):
+            each = losses.head_weights(settings, sums.top1, gamma=4.0)
+            return each / (each * sums.counted).sum()
+
+        batch = whole._replace(anchors=jnp.asarray(places))
+        return trainees.weighted(settings, one, params, frozen, batch, weigh)
 
     (value, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     assert value == pytest.approx(expected["loss"], rel=1e-5)
@@ -162,7 +165,7 @@ def rounds(config: DFlashConfig, params, frozen: FrozenTarget, text, features):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unroll(name: str, replaced: tuple, params, frozen: FrozenTarget, rows: Batch) -> jax.Array:
     """`replaced` is what tests replace, so that it is traced again."""
-    return jnp.stack([guess.logits for guess in trainee(name).unroll(params, frozen, rows)])
+    return jnp.stack(list(trainee(name).unroll_logits(params, frozen, rows)))
 
 
 def guesses(name: str, rows: Batch) -> jax.Array:

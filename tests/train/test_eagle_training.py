@@ -81,14 +81,16 @@ def whole(params: dict, frozen: FrozenTarget) -> dict:
     return params if frozen.ids is None else params | {"tokens": jnp.asarray(frozen.ids)}
 
 
-def logits_of(config: EagleConfig, head, frozen: FrozenTarget, states):
-    if config.own_projection:
-        return head.logits(states)
-    return jnp.matmul(head.projected(states), frozen.rows.T, precision="highest")
+def logits_of(head, frozen: FrozenTarget, states):
+    projection = head.head[...] if head.config.own_projection else frozen.rows
+    return jnp.matmul(head.projected(states), projection.T, precision="highest")
 
 
 class Dense(EagleTrainee):
-    """The same steps by the drafter's own network, with a mask of all rows of all steps."""
+    """The same steps by the drafter's own network, with a mask of all rows of all steps, and all logits at once."""
+
+    def logits(self, projection, rows, step, states):
+        return jnp.matmul(states, (projection or [rows])[0].T, precision="highest")
 
     def unroll(self, params, frozen, batch) -> Iterator[Guess]:
         c, head, (rows, size) = self.config, make_network(self.config, whole(params, frozen)), batch.tokens.shape
@@ -106,7 +108,7 @@ class Dense(EagleTrainee):
             if self.feature_loss:
                 apart = states - shift_left(batch.features, 1)
                 penalty = self.feature_loss * jnp.where(abs(apart) < 1, apart**2 / 2, abs(apart) - 0.5).mean(-1)
-            yield Guess(logits_of(c, head, frozen, states), penalty)
+            yield Guess(head.projected(states), penalty)
 
 
 @pytest.mark.parametrize("name", with_slow(CONFIGS, ("1", "3, two layers")))
@@ -117,8 +119,8 @@ def test_losses_and_gradients_are_those_of_one_dense_mask(name):
     for each in (one, Dense(**vars(one))):
 
         def loss(params, each=each):
-            found = losses.sum_losses(settings, each, params, frozen, rows)
-            return (0.8 ** jnp.arange(STEPS) * found.loss / found.counted).sum(), found
+            weigh = lambda sums: 0.8 ** jnp.arange(STEPS) / sums.counted  # noqa: E731
+            return trainees.weighted(settings, each, params, frozen, rows, weigh)
 
         found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
     (ours, gradient), (theirs, expected) = found
@@ -156,13 +158,13 @@ def chains(config: EagleConfig, params, frozen: FrozenTarget, text, features):
     states, entries = head(states, not_none(frozen.embed)[every], Window(every, start, causal), cache)
     cache = caches.append_to_cache(cache, entries, None, here + 1)
     states, past = states[here, here][:, None], None
-    found = [logits_of(config, head, frozen, states)]
+    found = [logits_of(head, frozen, states)]
     for step in range(1, STEPS):
         token = tokens[here + step][:, None]
         window = Window(token, (here + step)[:, None], jnp.ones((size, 1, step), bool))
         states, new = head(states, not_none(frozen.embed)[token], window, cache, past)
         past = new if past is None else KV(*(jnp.concatenate(both, axis=3) for both in zip(past, new)))
-        found.append(logits_of(config, head, frozen, states))
+        found.append(logits_of(head, frozen, states))
     return jnp.stack(found)[:, :, 0]
 
 
@@ -170,7 +172,7 @@ def chains(config: EagleConfig, params, frozen: FrozenTarget, text, features):
 def test_each_step_is_the_drafters_chain_with_the_same_tokens(name):
     """From every row of every packed text, to as many tokens as the text has."""
     (params, frozen), one, rows = inputs(name), trainee(name), batch(name)
-    unrolled = jax.jit(lambda params: [guess.logits for guess in one.unroll(params, frozen, rows)])(params)
+    unrolled = jax.jit(lambda params: list(one.unroll_logits(params, frozen, rows)))(params)
     longest, compared = max(LENGTHS), 0
     for row in range(len(rows.tokens)):
         for number in range(1, int(rows.segments[row].max()) + 1):

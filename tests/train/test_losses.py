@@ -110,8 +110,8 @@ def objective(settings: MedusaSettings, config: HeadsConfig, reduced: bool):
 
     @jax.jit
     def loss(named):
-        found = losses.sum_losses(settings, MedusaTrainee.of(config), unflatten(named), frozen, rows())
-        return (weights * found.loss / found.counted).sum()
+        args = settings, MedusaTrainee.of(config), unflatten(named), frozen, rows()
+        return trainees.weighted(*args, lambda sums: weights / sums.counted)[0]
 
     return loss, np.asarray(weights)
 
@@ -166,7 +166,9 @@ def test_what_is_not_finite_and_not_counted_does_no_harm():
     frozen = losses.freeze(MedusaTrainee.of(config), LM, PARAMS)
     value, gradient = jax.jit(
         jax.value_and_grad(
-            lambda named: losses.sum_losses(CE, MedusaTrainee.of(config), unflatten(named), frozen, spoilt).loss.sum()
+            lambda named: losses.weigh_losses(
+                CE, MedusaTrainee.of(config), unflatten(named), frozen, spoilt, jnp.ones(3)
+            )[0]
         )
     )(named)
     assert np.isfinite(value)

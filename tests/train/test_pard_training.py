@@ -189,7 +189,7 @@ def rounds(drafter: Pard, params, text):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unroll(one: PardTrainee, chunk: int, params, rows: Batch) -> list[jax.Array]:
     """The logits of training. `chunk` is what tests replace, so that it is traced again."""
-    return [guess.logits for guess in one.unroll(params, FrozenTarget.empty(), rows)]
+    return list(one.unroll_logits(params, FrozenTarget.empty(), rows))
 
 
 def test_each_row_is_the_drafters_with_the_same_tokens(monkeypatch):
