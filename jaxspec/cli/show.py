@@ -15,6 +15,8 @@ from jaxspec.bench.table import Table
 from jaxspec.cli.wrap import Wrapper, wrap
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from jaxspec.checkpoints.base import Checkpoint
     from jaxspec.decode.session import Timing
     from jaxspec.decode.stats import Stats
@@ -165,7 +167,11 @@ class Bar:
 
 
 def load_model(
-    source: "str | Checkpoint", dtype: str, kernels: bool | None = None, exact: bool | None = None
+    source: "str | Checkpoint",
+    dtype: str,
+    kernels: bool | None = None,
+    exact: bool | None = None,
+    mesh: "Mesh | None" = None,
 ) -> "Model":
     """Loads a model and shows a progress bar; see `jaxspec.load` for the arguments."""
     from jaxspec.checkpoints.load import load as read
@@ -173,7 +179,7 @@ def load_model(
     name = source if isinstance(source, str) else source.source
     weights = "with the weights of the file as they are" if dtype == "file" else f"in {dtype}"
     with Bar(f"loading {name} {weights}") as bar:
-        return read(source, dtype=dtype, kernels=kernels, exact=exact, report=say, progress=bar)
+        return read(source, dtype=dtype, mesh=mesh, kernels=kernels, exact=exact, report=say, progress=bar)
 
 
 def format_summary(timing: "Timing", stats: "Stats") -> str:

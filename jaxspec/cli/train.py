@@ -76,6 +76,18 @@ def add_options(parser: Parser) -> None:
         help="number of held-out prompts to choose the tree on (default: 6)",
     )
     add("--fit-dtype", **options.DTYPE_ARGUMENTS, help="dtype of the target for this choice (default: as --dtype)")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="compile the run without loading weights, and print the memory of each device, the collectives and the "
+        "ideal time; exit status 1 if it does not fit",
+    )
+    add(
+        "--on",
+        default="",
+        metavar="TOPOLOGY",
+        help="with --dry-run: TPUs to compile for in place of the devices at hand, such as v5e:2x4; needs libtpu",
+    )
     add("--log-to", action="append", default=[], type=choice_type("logger", ("tensorboard",)), metavar="tensorboard",
         help="write a log for TensorBoard as well; needs the package tensorboardX")  # fmt: skip
     own = parser.add_argument_group("settings of the kind")
@@ -151,6 +163,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--held-out 0: the tree and the card need held-out texts; use a fraction above 0")
     if args.dtype == GGUF_DTYPE:
         raise UsageError("--dtype file: the blocks of a GGUF file have no gradients; use another dtype, such as int8")
+    if args.on and not args.dry_run:
+        raise UsageError("--on: names devices for --dry-run; add --dry-run, or leave it out")
+    if args.dry_run:
+        return _dry_run(args, settings)
     out, fit_dtype = check_path(args.out, "--out"), args.fit_dtype or args.dtype
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file, expected a folder")
@@ -170,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
         )
     check_machine(settings)
     _check_files(args, settings)
-    target = show.load_model(args.target, args.dtype, kernels=False)
+    target, settings = _load_target(args, settings)
     try:
         with Monitor(out, args.log_to, settings.log_every) as monitor:
             trained = train_heads(target, args.prompts, out, settings, watch=monitor.watch, data=args.data)
@@ -187,6 +203,63 @@ def run(args: argparse.Namespace) -> int:
     show.print_card((folder / card.CARD_FILE).read_text())
     show.say(f"written: {folder}")
     return 0
+
+
+def _load_target(args: argparse.Namespace, settings: "TrainSettings") -> "tuple[Model, TrainSettings]":
+    """Loads the target on the first device, or on a mesh of accelerators, and names the mesh of the training."""
+    import jax
+
+    from jaxspec.backend.chips import chip_of
+    from jaxspec.checkpoints.base import activation_dtype
+    from jaxspec.checkpoints.source import open_source
+    from jaxspec.cli import show
+    from jaxspec.models.transformer import TransformerLM
+    from jaxspec.train.placement import answer_mesh, default_mesh
+
+    devices = jax.devices()
+    chip = chip_of(devices[0])
+    if len(devices) == 1 or chip is None:
+        return show.load_model(args.target, args.dtype, kernels=False), settings
+    checkpoint = open_source(args.target, report=show.say)
+    mesh = answer_mesh(TransformerLM(checkpoint.config, activation_dtype(args.dtype)), devices, chip.memory)
+    settings = dataclasses.replace(settings, mesh=settings.mesh or default_mesh(settings, len(devices)))
+    return show.load_model(checkpoint, args.dtype, kernels=False, mesh=mesh), settings
+
+
+def _dry_run(args: argparse.Namespace, settings: "TrainSettings") -> int:
+    """Prints what the run would need; returns 1 if it does not fit. Only sizes are read of the target."""
+    from jaxspec.heads.files import load_heads
+    from jaxspec.train.dry_run import dry_run
+
+    if args.dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype {args.dtype}: a dry run needs float32 or bfloat16")
+    target, start = _shapes_of(args.target, args.dtype), None
+    if settings.start:
+        start = _shapes_of(settings.start, "float32") if settings.trains_model else load_heads(settings.start)
+    planned = dry_run(target, settings, start, args.on)
+    for line in planned.lines():
+        print(line)
+    return 0 if planned.fits else 1
+
+
+def _shapes_of(source: str, dtype: str) -> "Model":
+    """Returns a model with the shapes of its parameters in place of arrays; a file config.json is enough."""
+    from jaxspec.checkpoints.hf_families import read_config
+    from jaxspec.checkpoints.hf_wrappers import text_settings
+    from jaxspec.checkpoints.source import open_source
+    from jaxspec.models.model import Model
+    from jaxspec.models.transformer import TransformerLM
+    from jaxspec.storage.reading import read_json_file
+    from jaxspec.train.dry_run import shapes_of
+
+    if source.endswith(".json"):
+        entries = text_settings(read_json_file(pathlib.Path(source)))
+        config, _ = read_config(source, entries)
+    else:
+        checkpoint = open_source(source)
+        config, entries = checkpoint.config, checkpoint.settings
+    lm = TransformerLM(config, dtype)
+    return Model(lm, shapes_of(lm), name=pathlib.Path(source).name, settings=entries)
 
 
 def _check_files(args: argparse.Namespace, settings: "TrainSettings") -> None:

@@ -134,12 +134,12 @@ def check_token_ids(config: HeadSizes, tokens: Int[Array | np.ndarray, "R"] | No
         raise InvalidConfig("tokens must be given if draft_vocab_size is set, and must not be given otherwise")
     if tokens is None:
         return None
-    tokens = jnp.asarray(tokens, jnp.int32)
-    if tokens.shape != (config.rows,) or bool((jnp.diff(tokens) <= 0).any()):
-        raise InvalidConfig(f"tokens must be {config.rows} ascending token ids, got an array of shape {tokens.shape}")
-    if int(tokens[0]) < 0 or int(tokens[-1]) >= config.vocab_size:
+    ids = np.asarray(tokens).astype(np.int32)  # NumPy, because shapes are computed in a trace (`jax.eval_shape`)
+    if ids.shape != (config.rows,) or (np.diff(ids) <= 0).any():
+        raise InvalidConfig(f"tokens must be {config.rows} ascending token ids, got an array of shape {ids.shape}")
+    if ids[0] < 0 or ids[-1] >= config.vocab_size:
         raise InvalidConfig(f"tokens must be ids from 0 to {config.vocab_size - 1}")
-    return tokens
+    return jnp.asarray(ids)
 
 
 def check_heads(heads: Any) -> None:

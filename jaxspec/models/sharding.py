@@ -29,6 +29,9 @@ from jaxspec.models.transformer import TransformerLM
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
+UNCOLLECTED = ("embed", "head")
+"""Tables of which the layers of a network read a few rows, or no rows."""
+
 
 def shard(model: "Model", mesh: Mesh) -> "Model":
     """Places a model on a mesh: matrices are split over the axis "model", everything else is replicated.
@@ -40,6 +43,15 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
         InvalidConfig: the number of devices does not divide the model's heads or MLP units, or its kernels are not
             split over devices.
     """
+    return place_model(model, mesh)
+
+
+def place_model(model: "Model", mesh: Mesh, spread: bool = False) -> "Model":
+    """Computes `shard`.
+
+    With `spread`, matrices are split over the axis "data" as well, and kernels are not used. Training keeps its target
+    like this, and collects the matrices of a layer when the layer runs (`collect`).
+    """
     check_mesh(mesh)
     if not isinstance(getattr(model, "lm", None), LanguageModel):
         raise InvalidConfig(f"model must be a Model, as from jaxspec.load; got {shown(model)}")
@@ -47,7 +59,7 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
         check_attention(model.lm.execution.attention, mesh)
         check_shared(model.lm.execution, model.lm.config, platform_of(mesh), mesh.shape[MODEL])
         model = dataclasses.replace(model, lm=model.lm.with_execution(platform=platform_of(mesh)))
-    if not suits_kernels(mesh):
+    if spread or not suits_kernels(mesh):
         model = without_kernels(model)
     lm, params, size = model.lm, model.params, mesh.shape[MODEL]
     if not isinstance(lm, TransformerLM) or lm.execution.kernels:
@@ -57,7 +69,7 @@ def shard(model: "Model", mesh: Mesh) -> "Model":
         lm, params = lm.with_execution(shards=1), file_order(lm, params)
 
     def put(path: tuple, leaf: Any) -> Any:
-        return place_param(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.execution.shards)
+        return place_param(str(getattr(path[-1], "key", "")), leaf, lm.config, mesh, lm.execution.shards, spread)
 
     params = jax.tree_util.tree_map_with_path(put, params, is_leaf=_is_quantized)
     return dataclasses.replace(model, lm=lm.with_execution(shards=size), params=params)
@@ -128,7 +140,7 @@ def check_divisible(config: ModelConfig, mesh: Mesh, name: str) -> None:
             )
 
 
-def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: int = 1) -> Any:
+def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: int = 1, spread: bool = False) -> Any:
     """Places one parameter on the mesh. Each device receives only its part of a NumPy array.
 
     Args:
@@ -138,27 +150,51 @@ def place_param(name: str, leaf: Any, config: ModelConfig, mesh: Mesh, shards: i
         mesh: the devices.
         shards: the number of parts in which the columns of a fused matrix are grouped already: 1, or the number of
             devices on the axis "model" of the mesh.
+        spread: whether matrices are split over the axis "data" as well; see `place_model`.
     """
     size = mesh.shape[MODEL]
     if is_packed(leaf):
         return replicate(leaf, mesh)
     if name in FUSED_PARAMS and shards != size:
         leaf = group_by_shard(name, leaf, config, size)
-    return jax.tree.map(place, leaf, _shardings(name, leaf, mesh))
+    return jax.tree.map(place, leaf, _shardings(name, leaf, mesh, spread))
 
 
-def _shardings(name: str, leaf: Any, mesh: Mesh) -> Any:
+def _shardings(name: str, leaf: Any, mesh: Mesh, spread: bool = False) -> Any:
     """Returns the sharding of each of a parameter's arrays."""
-    return _on(mesh, param_spec(name, leaf, mesh.shape[MODEL]))
+    return _on(mesh, param_spec(name, leaf, mesh.shape[MODEL], mesh.shape[DATA] if spread else 1))
 
 
-def param_shardings(params: Params, mesh: Mesh) -> Params:
-    """Returns the shardings of a transformer's parameters; tables whose rows "model" does not divide are replicated."""
-    return _on(mesh, param_specs(params, mesh.shape[MODEL]))
+def param_shardings(params: Params, mesh: Mesh, spread: bool = False) -> Params:
+    """Returns the shardings of a transformer's parameters; tables whose rows "model" does not divide are replicated.
+
+    Args:
+        params: the parameters, or their shapes.
+        mesh: the devices.
+        spread: whether matrices are split over the axis "data" as well.
+    """
+    return _on(mesh, param_specs(params, mesh.shape[MODEL], mesh.shape[DATA] if spread else 1))
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, P))
+
+
+def collect(params: Params, mesh: Mesh) -> Params:
+    """Returns the parameters of a transformer inside a program as its layers read them: not split over "data".
+
+    For matrices that are split over "data", as rows are, XLA would multiply the parts, and add up activations over all
+    devices. Each matrix is smaller than the activations of the rows that a device reads. The constraint makes XLA
+    collect the matrix instead, when its layer runs. The embedding stays split, because few of its rows are read.
+    """
+
+    def whole(path: tuple, leaf: Any) -> Any:
+        name = str(getattr(path[-1], "key", ""))
+        if name in UNCOLLECTED:
+            return leaf
+        return jax.tree.map(jax.lax.with_sharding_constraint, leaf, _shardings(name, leaf, mesh))
+
+    return jax.tree_util.tree_map_with_path(whole, params, is_leaf=_is_quantized)
 
 
 def _is_quantized(leaf: Any) -> bool:

@@ -43,7 +43,7 @@ def sum_in_chunks(
     """
 
     def add(total: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        value, outputs = judge(learned, *chunk, constants)
+        value, outputs = judge(learned, chunk[0], chunk[1], constants)
         return total + value, outputs
 
     return _scan(add, jnp.float32(0), size, (states, data))
@@ -51,7 +51,7 @@ def sum_in_chunks(
 
 def _sum_with_gradients(
     judge: Judge, size: int, learned: Any, states: Any, data: Any, constants: Any
-) -> tuple[tuple[jax.Array, Any], tuple[Any, Any, Any]]:
+) -> tuple[tuple[jax.Array, Any], tuple[Any, Any]]:
     compute = jax.value_and_grad(judge, argnums=(0, 1), has_aux=True)
 
     def add(total: tuple, chunk: Any) -> tuple[tuple, Any]:

@@ -16,6 +16,7 @@ from jaxspec.errors import TrainingError
 from jaxspec.storage.writing import write_whole
 from jaxspec.train.manifest import FEATURES_FOLDER, HELD_OUT_FOLDER, Say, write_or_match_manifest
 from jaxspec.train.packing import Rows
+from jaxspec.train.placement import Placement
 from jaxspec.train.step import compute_features
 
 ROWS_PER_FILE = 64
@@ -25,9 +26,9 @@ ROWS_PER_FILE = 64
 class FeatureReader:
     """Computes the features of rows, in batches of one size."""
 
-    def __init__(self, lm: LanguageModel, batch: int):
-        """Takes a network and the number of rows of a batch."""
-        self.lm, self.batch, self._read = lm, batch, _compiled(lm)
+    def __init__(self, lm: LanguageModel, batch: int, placement: Placement | None = None):
+        """Takes a network, the number of rows of a batch, and the places of rows and of the target; None for none."""
+        self.lm, self.batch, self._placement, self._read = lm, batch, placement, _compiled(lm, placement)
 
     def size(self, params: Params, tokens: int) -> int:
         """Returns the number of bytes that the features of `tokens` tokens take in float16."""
@@ -37,18 +38,20 @@ class FeatureReader:
         """Returns features `[B, T, E]`; the last batch is padded, so that only one batch size is compiled."""
         missing = -len(tokens) % self.batch
         padded = [np.pad(a, ((0, missing), (0, 0))) for a in (tokens, segments)]
-        parts = [
-            self._read(params, *(a[at : at + self.batch] for a in padded))
-            for at in range(0, len(padded[0]), self.batch)
-        ]
+        parts = []
+        for at in range(0, len(padded[0]), self.batch):
+            rows = tuple(a[at : at + self.batch] for a in padded)
+            if self._placement is not None:
+                rows = self._placement.put(rows, self._placement.rows)
+            parts.append(self._read(params, *rows))
         whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
         return whole if len(whole) == len(tokens) else whole[: len(tokens)]
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(lm: LanguageModel) -> Callable:
+def _compiled(lm: LanguageModel, placement: Placement | None) -> Callable:
     keep_compilations()
-    return jax.jit(functools.partial(compute_features, lm))
+    return jax.jit(functools.partial(compute_features, lm, placement=placement))
 
 
 class CachedFeatures:

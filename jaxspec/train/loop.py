@@ -19,6 +19,7 @@ from jaxspec.train.features import FeatureReader
 from jaxspec.train.interrupt import Interrupts
 from jaxspec.train.log import Log, Watch
 from jaxspec.train.manifest import CHECKPOINTS_FOLDER
+from jaxspec.train.placement import Placement
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, TrainState, learning_rate, train_step
 from jaxspec.train.trainee import Trainee
@@ -35,8 +36,7 @@ class LoopSetup(NamedTuple):
         rows: the rows to train on.
         held: the held-out rows; None if there are none.
         reader: computes features with the network.
-        whole: the sharding of arrays that every device holds.
-        spread: the sharding of a batch.
+        placement: the places of all arrays.
     """
 
     settings: TrainSettings
@@ -46,8 +46,7 @@ class LoopSetup(NamedTuple):
     rows: sources.Source
     held: sources.Source | None
     reader: FeatureReader
-    whole: jax.NamedSharding
-    spread: jax.NamedSharding
+    placement: Placement
 
 
 class Loop:
@@ -85,10 +84,12 @@ class Loop:
                     f"grain has another version: {error!s:.200}"
                 ) from None
             watch.say(f"resumes after step {int(checkpoint.state.step)}")
+        placement = setup.placement
         # A copy, because a step donates the buffers of its state.
-        self._state: TrainState = jax.tree.map(jnp.copy, jax.device_put(checkpoint.state, setup.whole))
+        state = placement.put(checkpoint.state, placement.split(checkpoint.state))
+        self._state: TrainState = jax.tree.map(jnp.copy, state)
         self.best, self.log = checkpoint.best, Log(folder, int(checkpoint.state.step))
-        self._take_step, self._sum_losses = _compiled(setup.settings, setup.trainee, setup.network)
+        self._take_step, self._sum_losses = _compiled(setup.settings, setup.trainee, setup.network, placement)
         self._timed = (time.perf_counter(), int(checkpoint.state.step))  # when the last line was logged, and its step
         self._reports: list[tuple[int, Report, losses.LossSums, jax.Array]] = []  # lines that are not written yet
         self._bad: tuple[int, jax.Array] | None = None  # the last step, and its count of steps that were not finite
@@ -145,8 +146,9 @@ class Loop:
             features = source.features_of(index)
         else:  # the step computes the features with the target that it trains
             features = np.zeros((*part.tokens.shape, 0), np.float32)
-        parts = (jnp.asarray(a).reshape(*shape, *a.shape[1:]) for a in (*part, features))
-        return jax.device_put(losses.Batch(*parts), self.setup.spread)
+        parts: Any = [a.reshape(*shape, *a.shape[1:]) for a in (*part, features)]
+        placement = self.setup.placement
+        return placement.put(losses.Batch(*parts), placement.parts)
 
     def _check_finite(self, bad: tuple[int, jax.Array] | None) -> None:
         """Raises TrainingError if the steps up to a step, which is given with its count, were not finite."""
@@ -201,7 +203,7 @@ class Loop:
             )
             held = sources.compute_features_on_demand(setup.reader, params.target, held.rows)
         sum_batch = functools.partial(self._sum_losses, frozen, params.heads)
-        record = {"step": now, "held_out": evaluate(sum_batch, held, setup.reader.batch)}
+        record = {"step": now, "held_out": evaluate(sum_batch, held, setup.reader.batch, setup.placement)}
         self.log.add(record)
         score = record["held_out"]["accepted_length"]
         if self.best is None or score > self.best[1]:
@@ -228,28 +230,33 @@ def average_sums(sums: losses.LossSums) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(settings: TrainSettings, trainee: Trainee, network: LanguageModel) -> tuple[Callable, Callable]:
+def _compiled(
+    settings: TrainSettings, trainee: Trainee, network: LanguageModel, placement: Placement
+) -> tuple[Callable, Callable]:
     """Returns a compiled step and a compiled evaluation, which the runs of a process share."""
     keep_compilations()
-    step = jax.jit(functools.partial(train_step, settings, trainee, network), donate_argnums=1)
+    step = jax.jit(functools.partial(train_step, settings, trainee, network, placement=placement), donate_argnums=1)
 
     @jax.jit
     def sum_losses(frozen: losses.FrozenTarget, params: Any, batch: losses.Batch) -> losses.LossSums:
-        return losses.sum_losses(settings, trainee, params, frozen, batch)
+        return losses.sum_losses(settings, trainee, placement.collect_heads(params), frozen, batch)
 
     return step, sum_losses
 
 
-def evaluate(sum_batch: Callable, source: sources.Source, size: int) -> dict[str, Any]:
+def evaluate(
+    sum_batch: Callable, source: sources.Source, size: int, placement: Placement | None = None
+) -> dict[str, Any]:
     """Evaluates heads on rows, in batches of one size.
 
     Args:
         sum_batch: a function from a batch to its sums.
         source: the rows.
         size: rows of each batch; the last one is padded.
+        placement: the places of rows on several devices; None for one device.
     """
     total = None
-    for batch in source.batches(size):
+    for batch in source.batches(size, placement):
         sums = sum_batch(batch)
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     assert total is not None

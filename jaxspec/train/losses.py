@@ -108,11 +108,11 @@ def needs_features(settings: TrainSettings, trainee: Trainee) -> bool:
     return trainee.reads_features or has_law(settings, trainee)
 
 
-def product_dtype(settings: TrainSettings) -> str:
-    """Returns the dtype of the matrix products; the setting "auto" depends on the platform of the devices."""
+def product_dtype(settings: TrainSettings, platform: str | None = None) -> str:
+    """Returns the dtype of the matrix products; "auto" depends on the platform, by default of JAX's default device."""
     if settings.precision != "auto":
         return settings.precision
-    return "float32" if default_platform() == "cpu" else "bfloat16"
+    return "float32" if (platform or default_platform()) == "cpu" else "bfloat16"
 
 
 def needs_laws(settings: TrainSettings, trainee: Trainee) -> bool:
@@ -370,8 +370,9 @@ def _judge_all(
         steps = list(group)
         judge = _Judge(settings, trainee, steps[0], batch.anchors is None)
         states = [guesses[step].states for step in steps]
-        value, found = chunks.sum_in_chunks(judge, size, learned, states, [labels[step] for step in steps], constants)
-        total, judged = total + value, judged + found
+        data = [labels[step] for step in steps]
+        result: Any = chunks.sum_in_chunks(judge, size, learned, states, data, constants)
+        total, judged = total + result[0], judged + result[1]
     return total, judged
 
 

@@ -27,7 +27,7 @@ HEADS_FOLDER, DRAFT_FOLDER = "heads", "draft"
 of the held-out rows. The result is in `HEADS_FOLDER` or `DRAFT_FOLDER`."""
 LOG_FILE, SETTINGS_FILE = "log.jsonl", "settings.json"
 Say = Callable[[str], Any]
-CHANGEABLE_SETTINGS = ("answer_batch", "bad_rows", "max_bad_steps", "save_every", "split")
+CHANGEABLE_SETTINGS = ("answer_batch", "bad_rows", "max_bad_steps", "mesh", "save_every", "split")
 """Settings that may change when a run is resumed. They affect answers, features and steps only through the prompts."""
 ROW_SETTINGS = ("distill", "held_out", "row_tokens")
 """Settings that divide texts into rows."""

@@ -12,6 +12,7 @@ The folder holds:
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -23,12 +24,14 @@ import numpy as np
 
 from jaxspec.amounts import plural
 from jaxspec.core.checks import check_arguments
+from jaxspec.core.mesh import DATA, MODEL, to_host
 from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, TrainingError, shown
 from jaxspec.generation.inputs import check_model
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.kernels import without_kernels
 from jaxspec.models.model import Model
+from jaxspec.models.sharding import mesh_of
 from jaxspec.storage.reading import check_path
 from jaxspec.text import conversations
 from jaxspec.text.conversations import BadRow, Conversation
@@ -42,7 +45,8 @@ from jaxspec.train.identity import TargetIdentity, describe_start
 from jaxspec.train.log import Watch
 from jaxspec.train.loop import Loop, LoopSetup
 from jaxspec.train.medusa_settings import MedusaSettings
-from jaxspec.train.settings import TrainSettings
+from jaxspec.train.placement import Placement, default_mesh
+from jaxspec.train.settings import TrainSettings, parse_mesh
 from jaxspec.train.step import Trainable, TrainState, init_state
 from jaxspec.train.trained import Trained as Trained
 from jaxspec.train.trained import load_start
@@ -54,12 +58,14 @@ class _Run(NamedTuple):
 
     Attributes:
         settings: the settings.
-        target: the target without kernels, because kernels have no gradient and training multiplies many rows.
+        target: the target without kernels, because kernels have no gradient and training multiplies many rows. It is
+            placed for training.
         trainee: the heads or the draft model.
         start: what training starts from; None for new heads.
         folder: the folder of the run.
         data_folder: the folder of the run's answers and features.
         watch: callbacks for progress.
+        placement: the places of all arrays.
     """
 
     settings: TrainSettings
@@ -69,6 +75,7 @@ class _Run(NamedTuple):
     folder: pathlib.Path
     data_folder: pathlib.Path
     watch: Watch
+    placement: Placement
 
 
 @check_arguments
@@ -109,26 +116,40 @@ def train_heads(
         KeyboardInterrupt: Ctrl-C was pressed.
     """
     check_model("target", target)
-    answerer, target = target, without_kernels(target)
+    given, target = target, without_kernels(target)
     if not isinstance(settings, TrainSettings):
         raise InvalidConfig(f"settings must be of a kind, such as jaxspec.MedusaSettings(); got {shown(settings)}")
     if not isinstance(watch, Watch | None):
         raise InvalidConfig(f"watch must be a jaxspec.train.log.Watch, got {shown(watch)}")
-    settings = dataclasses.replace(settings, precision=losses.product_dtype(settings))
+    settings = resolve_settings(settings, given)
+    check_machine(settings)
+    placement = Placement.of(settings)
     watch, folder = watch or Watch(), manifest.check_folder(out)
     data_folder = folder if data is None else manifest.check_folder(data)
     start = load_start(settings, target)
     trainee = settings.trainee(target, start)
     if losses.has_law(settings, trainee):
         need_members(target.lm, ["unembedding"], f"the loss {settings.loss} needs a target with a method")
-    check_machine(settings)
     watch.say(trainee.about.serving)
-    run = _Run(settings, target, trainee, start, folder, data_folder, watch)
     read = read_prompts(prompts, settings, watch)
     identity = TargetIdentity.of(target)
-    used = _prepare(run, answerer, identity, *read)
+    run = _Run(settings, placement.target(target), trainee, start, folder, data_folder, watch, placement)
+    used = _prepare(run, given, identity, *read)
     loop = Loop(_set_up(run, identity, used), folder, _begin(run, used), watch)
-    return _conclude(run, used, loop, loop.run())
+    return _conclude(run, given, used, loop, loop.run())
+
+
+def resolve_settings(settings: TrainSettings, target: Model) -> TrainSettings:
+    """Returns the settings with the precision and the mesh that their defaults mean on this machine, for a target.
+
+    Raises:
+        InvalidConfig: the batch cannot be divided over the mesh that the target is on.
+    """
+    mesh = mesh_of(target.params)
+    text = default_mesh(settings, jax.device_count())
+    if mesh is not None:
+        text = f"data={mesh.shape[DATA]},model={mesh.shape[MODEL]}"
+    return dataclasses.replace(settings, mesh=settings.mesh or text, precision=losses.product_dtype(settings))
 
 
 def check_machine(settings: TrainSettings) -> None:
@@ -138,8 +159,10 @@ def check_machine(settings: TrainSettings) -> None:
         InvalidConfig: there are fewer devices than requested.
         MissingPackage: grain is not installed.
     """
-    if settings.devices > jax.device_count():
-        raise InvalidConfig(f"devices is {settings.devices}, but JAX has {plural(jax.device_count(), 'device')}")
+    if (count := math.prod(parse_mesh(settings.mesh))) > jax.device_count():
+        raise InvalidConfig(
+            f"mesh {settings.mesh} needs {count} devices, but JAX has {plural(jax.device_count(), 'device')}"
+        )
     sources.import_grain()
 
 
@@ -179,28 +202,26 @@ def _set_up(run: _Run, identity: TargetIdentity, used: Data) -> LoopSetup:
     """Computes or opens the features, and places the frozen arrays on the devices."""
     settings, trainee, params = run.settings, run.trainee, run.target.params
     lm: Any = run.target.lm
-    mesh = jax.make_mesh((settings.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole, spread = (jax.NamedSharding(mesh, spec) for spec in (jax.P(), jax.P(None, "data")))
+    placement = run.placement
     laws, reads = losses.needs_laws(settings, trainee), losses.needs_features(settings, trainee)
     frozen = losses.FrozenTarget.empty()
     if reads:
         frozen = losses.freeze(trainee, lm, params, used.ids, laws, losses.product_dtype(settings))
-    frozen = jax.device_put(frozen, whole)
+    frozen = placement.put(frozen, placement.whole)
     network = trainee.network(lm)
-    reader = FeatureReader(network, max(1, settings.batch // settings.accumulate))
+    reader = FeatureReader(network, max(1, settings.batch // settings.accumulate), placement)
 
     def source(rows: Any, name: str) -> sources.Source:
         if not reads:
             return sources.omit_features(rows)
-        if not settings.cache_features:
+        folder = run.data_folder / name
+        if not settings.cache_features or not sources.suit_disk(reader, params, rows, folder, run.watch):
             return sources.compute_features_on_demand(reader, params, rows)
-        return sources.cache_features(
-            reader, run.target, identity, rows, trainee, settings, run.data_folder / name, run.watch
-        )
+        return sources.cache_features(reader, run.target, identity, rows, trainee, settings, folder, run.watch)
 
     rows = source(used.rows, manifest.FEATURES_FOLDER)
     held = source(used.held, manifest.HELD_OUT_FOLDER) if len(used.held.tokens) else None
-    return LoopSetup(settings, trainee, network, frozen, rows, held, reader, whole, spread)
+    return LoopSetup(settings, trainee, network, frozen, rows, held, reader, placement)
 
 
 def _begin(run: _Run, used: Data) -> TrainState:
@@ -215,16 +236,23 @@ def _begin(run: _Run, used: Data) -> TrainState:
     return init_state(run.settings, run.trainee, Trainable(heads, trained))
 
 
-def _conclude(run: _Run, used: Data, loop: Loop, state: TrainState) -> Trained:
-    """Returns the result of the run, with the heads of the best step."""
+def _conclude(run: _Run, given: Model, used: Data, loop: Loop, state: TrainState) -> Trained:
+    """Returns the result of the run, with the heads of the best step, and the target as it was given."""
     params, target, trainee = state.params, run.target, run.trainee
     if loop.best is not None and loop.best[0] != int(state.step):
         try:
             params = loop.store.load(loop.best[0], state).state.params
         except DamagedCheckpoint as error:
             run.watch.say(f"{error}. It was the best step; the heads of step {int(state.step)} are used instead")
-    result = trainee.result(params.heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}", run.start)
-    own = target if params.target is None else dataclasses.replace(target, params=params.target)
+    # Heads are small beside the target, so the result is on one device.
+    heads = params.heads if run.placement.mesh.size == 1 else jax.tree.map(_to_host, params.heads)
+    result = trainee.result(heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}", run.start)
+    own = without_kernels(given) if params.target is None else dataclasses.replace(target, params=params.target)
     return Trained(
         result, own, used, loop.log.records, int(state.step), int(state.skipped), trainee, run.settings
     )  # fmt: skip
+
+
+def _to_host(leaf: Any) -> np.ndarray:
+    """Returns a parameter on the host; the parameters of an earlier checkpoint are already there."""
+    return to_host(leaf) if isinstance(leaf, jax.Array) else leaf

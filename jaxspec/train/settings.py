@@ -45,7 +45,8 @@ class TrainSettings(abc.ABC):
         bad_rows: what to do with invalid rows: report them and leave them out, or refuse the file.
         held_out: fraction of the texts that is held out for evaluation.
         row_tokens: number of tokens of each row that texts are packed into.
-        cache_features: whether to compute the target's features once and keep them on disk.
+        cache_features: whether to compute the target's features once and keep them on disk, if they take at most half
+            of its free space.
         start: what to start from, a directory or a repository: heads of the same kind, with their sizes and drafted
             tokens, or for pard the draft model.
         loss: cross-entropy (ce), KL divergence from the target's distribution (kl), total variation (tv), an LK loss
@@ -65,7 +66,9 @@ class TrainSettings(abc.ABC):
         clip: maximum norm of the gradient; 0 for no clipping.
         precision: dtype of the matrix products, float32 or bfloat16; parameters and sums are in float32. auto is
             bfloat16 on a TPU or GPU, and float32 on a CPU.
-        devices: number of devices that the rows of a batch are sharded over.
+        mesh: how the devices are arranged, such as data=8 or data=4,model=2: the rows of a batch are split over
+            "data", the products of the target over "model", and parameters over all devices; empty for the mesh that
+            the target is on, or else for as many devices as divide the rows.
         seed: seed of the order of the rows and of sampled answers.
         max_bad_steps: number of consecutive steps with a non-finite loss that ends the run.
         log_every: steps between lines of the log.
@@ -104,7 +107,7 @@ class TrainSettings(abc.ABC):
     weight_decay: float = setting(0.0, least=0)
     clip: float = setting(1.0, least=0)
     precision: str = setting("auto", PRECISIONS)
-    devices: int = 1
+    mesh: str = ""
     seed: int = setting(0, least=0)
     max_bad_steps: int = 10
 
@@ -116,10 +119,10 @@ class TrainSettings(abc.ABC):
         check_fields(self)
         if self.held_out >= 1:
             raise InvalidConfig(f"held_out must be below 1, got {self.held_out}")
-        if self.batch % (self.accumulate * self.devices):
+        if self.batch % (self.accumulate * self.groups):
             raise InvalidConfig(
-                f"batch must be a multiple of accumulate times devices, {self.accumulate} x {self.devices}; got "
-                f"{self.batch}"
+                f"batch must be a multiple of accumulate times the axis data of mesh, {self.accumulate} x "
+                f"{self.groups}; got {self.batch}"
             )
         drafted = self.drafted
         if self.row_tokens < drafted + 3:
@@ -139,7 +142,7 @@ class TrainSettings(abc.ABC):
     @property
     def groups(self) -> int:
         """The number of groups of devices with rows of their own."""
-        return self.devices
+        return parse_mesh(self.mesh)[0]
 
     @property
     def trains_target(self) -> bool:
@@ -165,6 +168,21 @@ class TrainSettings(abc.ABC):
             InvalidConfig, ShapeMismatch, VocabMismatch: heads of this kind cannot be trained for this target.
         """
         return locate(self.trainee_class).make(self, target, start)
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """Returns the sizes of the axes "data" and "model" that a setting such as "data=4,model=2" names.
+
+    Raises:
+        InvalidConfig: the text is not a list of these axes and their sizes.
+    """
+    sizes = {"data": 1, "model": 1}
+    for part in text.split(",") if text else []:
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in sizes or not size.isdecimal() or not int(size):
+            raise InvalidConfig(f"mesh must be such as 'data=8' or 'data=4,model=2', got {shown(text)}")
+        sizes[name] = int(size)
+    return sizes["data"], sizes["model"]
 
 
 def own_fields(kind: Any) -> list[dataclasses.Field]:

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,8 +20,12 @@ from jaxspec.train.files import fingerprint
 from jaxspec.train.identity import TargetIdentity
 from jaxspec.train.log import Watch
 from jaxspec.train.manifest import row_settings
+from jaxspec.train.placement import Placement
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Trainee
+
+MAX_DISK_SHARE = 0.5
+"""The largest share of the free disk that features take."""
 
 
 class Source(NamedTuple):
@@ -34,18 +39,37 @@ class Source(NamedTuple):
     rows: packing.Rows
     features_of: Callable[[np.ndarray], Any]
 
-    def batches(self, size: int) -> Iterator[Batch]:
-        """Yields all rows in order, in batches of one size; the last one is padded."""
+    def batches(self, size: int, placement: Placement | None = None) -> Iterator[Batch]:
+        """Yields all rows in order, in batches of one size; the last one is padded. `placement` splits the rows."""
         for at in range(0, len(self.rows.tokens), size):
             index = np.arange(at, min(at + size, len(self.rows.tokens)))
             part = [np.asarray(a) for a in (*(a[index] for a in self.rows), self.features_of(index))]
-            padded = (np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part)
-            yield Batch(*map(jnp.asarray, padded))
+            padded: Any = [np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part]
+            if placement is None:
+                yield Batch(*map(jnp.asarray, padded))
+            else:
+                yield placement.put(Batch(*padded), placement.rows)
 
 
 def compute_features_on_demand(reader: FeatureReader, params: Params, rows: packing.Rows) -> Source:
     """Returns rows whose features are computed with the target whenever they are needed."""
     return Source(rows, lambda index: reader(params, rows.tokens[index], rows.segments[index]))
+
+
+def suit_disk(reader: FeatureReader, params: Params, rows: packing.Rows, folder: pathlib.Path, watch: Watch) -> bool:
+    """Returns whether the features of rows are in a folder already, or leave enough of its disk free."""
+    if any(folder.glob("*.npy")):
+        return True
+    needed = reader.size(params, rows.tokens.size)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if needed <= MAX_DISK_SHARE * free:
+        return True
+    watch.say(
+        f"the features of {plural(rows.tokens.size, 'token')} would take {size(needed)} in {folder}, where "
+        f"{size(free)} are free, so the target computes them in every step"
+    )
+    return False
 
 
 def omit_features(rows: packing.Rows) -> Source:

@@ -22,6 +22,7 @@ from jaxspec.train.losses import (
     sum_target_loss,
     weigh_losses,
 )
+from jaxspec.train.placement import Placement
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Joint, Trainee
 
@@ -113,16 +114,34 @@ def init_state(settings: TrainSettings, trainee: Trainee, params: Trainable) -> 
     return TrainState(params, opt, count[0], running, zeros, *count[1:])
 
 
-def compute_features(lm: LanguageModel, params: Params, tokens: Array, segments: Array) -> Float[Array, "B T E"]:
-    """Computes the target's features after every token of packed rows; texts of a row do not attend to each other."""
+def compute_features(
+    lm: LanguageModel, params: Params, tokens: Array, segments: Array, placement: Placement | None = None
+) -> Float[Array, "B T E"]:
+    """Computes the target's features after every token of packed rows; texts of a row do not attend to each other.
+
+    Args:
+        lm: the network.
+        params: its parameters.
+        tokens, segments: the rows.
+        placement: the places of rows and parameters on several devices; None for one device.
+    """
+    if placement is not None:
+        params = placement.collect_target(lm, params)
     steps = jnp.arange(tokens.shape[1])
     mask = (segments[:, :, None] == segments[:, None, :]) & (steps[:, None] >= steps)
     window = Window(tokens, positions_of(segments), mask)
-    return lm.apply(params, window, lm.init_cache(len(tokens), 0))[0]
+    features = lm.apply(params, window, lm.init_cache(len(tokens), 0))[0]
+    return features if placement is None else placement.keep_rows(features)
 
 
 def train_step(
-    settings: TrainSettings, trainee: Trainee, lm: LanguageModel, frozen: FrozenTarget, state: TrainState, batch: Batch
+    settings: TrainSettings,
+    trainee: Trainee,
+    lm: LanguageModel,
+    frozen: FrozenTarget,
+    state: TrainState,
+    batch: Batch,
+    placement: Placement | None = None,
 ) -> tuple[TrainState, Report]:
     """Takes an optimiser step on the A parts of a batch, whose arrays are `[A, B, ...]`.
 
@@ -135,6 +154,7 @@ def train_step(
         frozen: the frozen parts of the target.
         state: the state before the step.
         batch: the batch.
+        placement: the places of all arrays on several devices; None for one device.
     """
     joint, blocks = trainee.joint, trainee.blocks
     weights = head_weights(settings, state.running, None if blocks is None else blocks.gamma)
@@ -142,6 +162,11 @@ def train_step(
 
     def loss(params: Trainable, part: Batch) -> tuple[Array, LossSums]:
         heads = jax.tree.map(lambda leaf: leaf.astype(dtype), params.heads)
+        if placement is not None:
+            heads, params = (
+                placement.collect_heads(heads),
+                params._replace(target=placement.collect_heads(params.target)),
+            )
         if joint is None:
             return weigh_losses(settings, trainee, heads, frozen, part, weights / positions)
         features = compute_features(lm, params.target, part.tokens, part.segments)
@@ -167,7 +192,8 @@ def train_step(
 
     def add(total: tuple, part: Batch) -> tuple[tuple, None]:
         (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(state.params, part)
-        return jax.tree.map(jnp.add, total, (value, sums, gradients)), None
+        total = jax.tree.map(jnp.add, total, (value, sums, gradients))
+        return total if placement is None else placement.keep(total), None
 
     zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, state.window), jax.tree.map(jnp.zeros_like, state.params))
     (value, sums, gradients), _ = lax.scan(add, zeros, batch)
@@ -185,4 +211,5 @@ def train_step(
     )
     bad = jnp.where(is_finite, 0, state.bad + 1)
     skipped = state.skipped + jnp.where(is_finite, 0, 1)
-    return TrainState(params, opt, state.step + 1, running, window, skipped, bad), Report(value, norm)
+    state = TrainState(params, opt, state.step + 1, running, window, skipped, bad)
+    return state if placement is None else placement.keep(state), Report(value, norm)

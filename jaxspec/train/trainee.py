@@ -110,7 +110,7 @@ class Trainee(abc.ABC):
         """
 
     def projection(self, params: Params) -> Any:
-        """Returns the parameters that `logits` reads, such as a projection of the heads' own; by default, no parameters.
+        """Returns the parameters that `logits` reads, such as a projection of the heads' own; by default, none.
 
         The loss computes their gradients, and holds a sum of them in float32.
         """

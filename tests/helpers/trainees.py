@@ -37,9 +37,11 @@ TINY: dict[str, Any] = {"row_tokens": 64, "answer_tokens": 24, "answer_batch": 8
 TINY |= {"held_out": 0.2, "log_every": 3, "eval_every": 6, "save_every": 3, "learning_rate": 3e-3}
 
 
-def target() -> jaxspec.Model:
-    params = toys.lively(LM.init_params(jax.random.key(0)))
-    return jaxspec.Model(LM, params, TOKENIZER, ChatTemplate(SOURCE), (END,), "tiny")
+def target(**changes) -> jaxspec.Model:
+    """The target; `changes` are sizes."""
+    lm = toys.transformer(**{"vocab_size": len(WORDS), "num_layers": 2} | changes) if changes else LM
+    params = toys.lively(lm.init_params(jax.random.key(0)))
+    return jaxspec.Model(lm, params, TOKENIZER, ChatTemplate(SOURCE), (END,), "tiny")
 
 
 SIZES: dict[str, Any] = {"heads": 3}

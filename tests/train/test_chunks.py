@@ -39,7 +39,8 @@ def rows() -> Batch:
     texts = [Text(rng.integers(0, LM.vocab, n).astype(np.int32), np.arange(n) >= 3) for n in (17, 12, 26)]
     packed, _ = pack_texts(texts, LENGTH)
     assert packed.tokens.shape == (ROWS, LENGTH)
-    return Batch(*map(jnp.asarray, packed), jnp.zeros((ROWS, LENGTH, 0)), jax.random.key(3))
+    tokens, segments, mask = map(jnp.asarray, packed)
+    return Batch(tokens, segments, mask, jnp.zeros((ROWS, LENGTH, 0)), jax.random.key(3))
 
 
 @functools.cache

@@ -96,7 +96,8 @@ def other_setting(kind: Any, name: str) -> Any:
         value = (field.default + 0.9) / 2 if field.default < 1 else field.default * 2
     else:
         value = another("", field.default)
-    with_it = {"batch": value * 8} if name in ("accumulate", "devices") else {}
+    value = "data=2" if name == "mesh" else value
+    with_it = {"batch": value * 8} if name == "accumulate" else {}
     with_it |= {"cache_features": False} if name == "medusa2" else {}
     return valid(kind, **{name: value}, **with_it)
 

@@ -4,51 +4,119 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import jaxspec
 from helpers.compiling import simulated
 from helpers.paths import TESTS
 
 pytestmark = pytest.mark.mesh
 
-PROGRAM = """
-import json, pathlib, sys
+KINDS = {
+    "medusa": jaxspec.MedusaSettings(heads=3, projection="own"),
+    "medusa2": jaxspec.MedusaSettings(heads=2, medusa2=True, medusa2_warmup=1, cache_features=False),
+    "eagle1": jaxspec.Eagle1Settings(),
+    "eagle3": jaxspec.Eagle3Settings(depth=2, draft_vocab=32),
+    "dflash": jaxspec.DFlashSettings(block=3, layers=1, anchors=8),
+    "dspark": jaxspec.DSparkSettings(block=2, layers=1, anchors=8, markov_rank=4),
+    "pard": jaxspec.PardSettings(depth=3, start="draft"),
+}
+MESHES = ("data=8", "data=4,model=2", "data=2,model=4")
+
+RUNS = """
+import dataclasses, json, pathlib, sys
 import jaxspec
 sys.path.insert(0, sys.argv[1])
 from helpers import trainees
+from jaxspec.train import placement
+from train.test_train_mesh import KINDS
+placement.MIN_SPLIT_ELEMENTS = 64
 
 folder, kind = pathlib.Path(sys.argv[2]), sys.argv[3]
-of = {
-    "medusa": jaxspec.MedusaSettings(heads=3), "eagle3": jaxspec.Eagle3Settings(depth=2),
-    "eagle1": jaxspec.Eagle1Settings(),
-    "dspark": jaxspec.DSparkSettings(block=2, layers=1, anchors=8, markov_rank=4),
-    "pard": jaxspec.PardSettings(depth=3, start=str(folder / "draft")),
-}[kind]
-prompts = trainees.write_prompts(folder / "prompts.jsonl")
-for devices in (1, 8):
-    changes = dict(devices=devices, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
-    if of.trains_model and devices == 1:
-        jaxspec.save(trainees.target(), folder / "draft")
-    place, data = folder / str(devices), folder / "data"
-    trained = trainees.train(trainees.target(), [prompts], place, data=data, of=of, **changes)
-    about = [json.loads(path.read_text()) for path in sorted((folder / str(devices)).glob("checkpoints/*/about.json"))]
-    print(json.dumps({"log": trained.log, "order": [one["order"] for one in about]}))
+of = KINDS[kind]
+target = trainees.target(num_kv_heads=4)
+if of.trains_model:
+    jaxspec.save(target, folder / "draft")
+    of = dataclasses.replace(of, start=str(folder / "draft"))
+prompts, found = trainees.write_prompts(folder / "prompts.jsonl"), []
+for number, mesh in enumerate(sys.argv[4:]):
+    changes = dict(mesh=mesh, batch=16, accumulate=2, steps=6, log_every=1, row_tokens=40)
+    trained = trainees.train(target, [prompts], folder / str(number), data=folder / "data", of=of, **changes)
+    about = [json.loads(path.read_text()) for path in sorted((folder / str(number)).glob("checkpoints/*/about.json"))]
+    found.append({"log": trained.log, "order": [one["order"] for one in about], "sha256": about[-1]["sha256"]})
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1", "eagle3", "dspark", "pard"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_one_device_and_eight_agree(tmp_path, kind):
-    words = [sys.executable, "-c", PROGRAM, str(TESTS), str(tmp_path), kind]
+def test_eight_devices_give_the_losses_of_one(tmp_path, kind):
+    """On three meshes, with the same order of rows; the same mesh gives the same bits again."""
+    words = [sys.executable, "-c", RUNS, str(TESTS), str(tmp_path), kind, "data=1", *MESHES, MESHES[1]]
     done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, eight = map(json.loads, done.stdout.splitlines())
-    assert one["order"] == eight["order"]
-    losses = [[record["loss"] for record in run["log"] if "loss" in record] for run in (one, eight)]
-    assert len(losses[0]) == 6
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    held = [run["log"][-1]["held_out"]["accepted_length"] for run in (one, eight)]
-    assert held[0] == pytest.approx(held[1], rel=1e-3)
+    one, *others = json.loads(done.stdout.splitlines()[-1])
+    assert others[1]["sha256"] == others[3]["sha256"]
+    for other in others:
+        assert one["order"] == other["order"]
+        losses = [[record["loss"] for record in run["log"] if "loss" in record] for run in (one, other)]
+        assert len(losses[0]) == 6
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        held = [run["log"][-1]["held_out"]["accepted_length"] for run in (one, other)]
+        assert held[0] == pytest.approx(held[1], rel=1e-3)
+
+
+STEPS = """
+import functools, json, sys
+import jax, jax.numpy as jnp, numpy as np
+sys.path.insert(0, sys.argv[1])
+import jaxspec
+from helpers import trainees
+from jaxspec.train import losses, placement
+from jaxspec.train.batch import Batch
+from jaxspec.train.step import Trainable, compute_features, init_state, train_step
+
+placement.MIN_SPLIT_ELEMENTS = 64
+target, rng = trainees.target(num_kv_heads=4), np.random.default_rng(0)
+tokens = rng.integers(0, 61, (8, 12)).astype(np.int32)
+rows = tokens, np.ones_like(tokens), np.ones(tokens.shape, bool)
+found = []
+for mesh in ("data=1", "data=4,model=2"):
+    settings = jaxspec.MedusaSettings(heads=2, inputs="hidden", loss="kl", projection="own", mesh=mesh, warmup=0)
+    here, trainee = placement.Placement.of(settings), settings.trainee(target)
+    placed = here.target(target)
+    read = jax.jit(functools.partial(compute_features, placed.lm, placement=here))
+    features = read(placed.params, *here.put(rows[:2], here.rows))
+    batch = here.put(Batch(*(a[None] for a in (*rows, features))), here.parts)
+    frozen = losses.freeze(trainee, placed.lm, placed.params)
+    frozen = here.put(frozen, here.whole)
+    state = init_state(settings, trainee, Trainable(trainee.init_params(target, None)))
+    state = jax.tree.map(jnp.copy, here.put(state, here.split(state)))
+    step = jax.jit(functools.partial(train_step, settings, trainee, placed.lm, placement=here), donate_argnums=1)
+    values = []
+    for _ in range(2):
+        state, report = step(frozen, state, batch)
+        values.append(float(report.loss))
+    shares = [leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in jax.tree.leaves(state.opt)]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    shapes = [placement.answer_mesh(target.lm, jax.devices(), share * weights) for share in (2, 1)]
+    found.append({"answers": [list(mesh.shape.values()) for mesh in shapes], "losses": values,
+                  "features": np.asarray(features).tolist(), "split": sum(shares)})
+print(json.dumps(found))
+"""
+
+
+def test_a_step_on_eight_devices_is_the_step_on_one():
+    """Features and losses of a mesh with both axes, and moments that stay split."""
+    words = [sys.executable, "-c", STEPS, str(TESTS)]
+    done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, eight = json.loads(done.stdout.splitlines()[-1])
+    assert one["losses"] == pytest.approx(eight["losses"], rel=1e-5)
+    np.testing.assert_allclose(one["features"], eight["features"], atol=1e-5)
+    assert (one["split"], eight["split"] > 4) == (0, True)
+    assert eight["answers"] == [[8, 1], [4, 2]]
 
 
 ANSWERS = """

@@ -1,0 +1,184 @@
+"""Where the arrays of training lie on a mesh: one table for the target, the heads, the batches and everything else.
+
+| arrays | between steps | in a step |
+|---|---|---|
+| target | each matrix split over "model" and "data" | collected over "data", layer by layer |
+| heads, moments, gradients | large arrays split over all devices, by shape | heads collected, gradients split again |
+| frozen tables, sums, counts | on every device | as they lie |
+| rows: batches, features, evaluation | split over "data" | as they lie |
+
+The parameters of the heads need no rule by name, because moments and gradients have the shapes of the parameters.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.amounts import plural, size
+from jaxspec.core.mesh import DATA, MODEL, make_mesh, place
+from jaxspec.core.networks import LanguageModel
+from jaxspec.core.records import Params
+from jaxspec.errors import InvalidConfig
+from jaxspec.models import sharding
+from jaxspec.models.model import Model
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.train.settings import TrainSettings, parse_mesh
+
+MIN_SPLIT_ELEMENTS = 2**20
+"""The smallest number of elements of an array of the heads that is split. Smaller arrays cost little memory."""
+
+
+MAX_WEIGHTS_SHARE = 0.5
+"""The largest share of a device's memory that the weights take while the target answers, beside caches."""
+
+
+def default_mesh(settings: TrainSettings, devices: int) -> str:
+    """Returns the mesh that an empty setting stands for: rows are split over as many devices as divide them."""
+    rows = settings.batch // settings.accumulate
+    return f"data={max(count for count in range(1, devices + 1) if rows % count == 0)}"
+
+
+def answer_mesh(lm: TransformerLM, devices: Sequence[Any], memory: float) -> Mesh:
+    """Returns a mesh on which a target answers prompts: with as few devices for each matrix as its weights allow.
+
+    Args:
+        lm: the network.
+        devices: the devices.
+        memory: bytes of memory of each device.
+
+    Raises:
+        InvalidConfig: the weights do not fit, however they are divided.
+    """
+    shapes = jax.eval_shape(lm.init_params, jax.random.key(0))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    for count in range(1, len(devices) + 1):
+        if len(devices) % count or weights / count > MAX_WEIGHTS_SHARE * memory:
+            continue
+        mesh = make_mesh(len(devices) // count, count, devices)
+        with contextlib.suppress(InvalidConfig):
+            sharding.check_divisible(lm.config, mesh, "the target")
+            return mesh
+    raise InvalidConfig(
+        f"the target has {size(weights)} of weights, which do not fit on {plural(len(devices), 'device')} of "
+        f"{size(memory)} beside the caches of its answers; use more devices"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The places of all arrays on a mesh with the axes "data" and "model"; static and hashable.
+
+    Attributes:
+        mesh: the devices.
+    """
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, settings: TrainSettings, devices: Any = None) -> "Placement":
+        """Returns the placement on the first devices of all; `devices` replaces the devices of this process.
+
+        Raises:
+            InvalidConfig: there are fewer devices than the mesh has.
+        """
+        return cls(make_mesh(*parse_mesh(settings.mesh), devices))
+
+    @property
+    def whole(self) -> NamedSharding:
+        """The sharding of arrays that every device holds."""
+        return NamedSharding(self.mesh, P())
+
+    @property
+    def rows(self) -> NamedSharding:
+        """The sharding of rows `[B, ...]`."""
+        return NamedSharding(self.mesh, P(DATA))
+
+    @property
+    def parts(self) -> NamedSharding:
+        """The sharding of the parts of a batch, `[A, B, ...]`."""
+        return NamedSharding(self.mesh, P(None, DATA))
+
+    def split(self, tree: Any) -> Any:
+        """Returns the shardings of the heads, or of a whole `TrainState`, between steps.
+
+        The first dimension that all devices divide is split. Small arrays, and arrays without such a dimension, are on
+        every device.
+        """
+        return jax.tree.map(self._split_by_shape, tree)
+
+    @staticmethod
+    def is_large(leaf: Any) -> bool:
+        """Returns whether an array of the heads is worth splitting."""
+        return leaf.size >= MIN_SPLIT_ELEMENTS
+
+    def _split_by_shape(self, leaf: Any) -> NamedSharding:
+        count = self.mesh.size
+        axis = next((i for i, length in enumerate(leaf.shape) if length % count == 0), None)
+        if count == 1 or axis is None or not self.is_large(leaf):
+            return self.whole
+        return NamedSharding(self.mesh, P(*[None] * axis, (DATA, MODEL)))
+
+    def put(self, tree: Any, shardings: Any) -> Any:
+        """Places arrays; `shardings` is one sharding, or a pytree of shardings."""
+        if isinstance(shardings, NamedSharding):
+            return jax.tree.map(lambda leaf: place(leaf, shardings), tree)
+        return jax.tree.map(place, tree, shardings)
+
+    def target(self, model: Model) -> Model:
+        """Places the target, without kernels; networks other than `TransformerLM` are on every device."""
+        if self.mesh.size == 1:
+            return model
+        return sharding.place_model(model, self.mesh, spread=True)
+
+    # Inside a program.
+
+    def collect_target(self, lm: LanguageModel, params: Params) -> Params:
+        """Returns the target's parameters as its layers read them."""
+        if self.mesh.shape[DATA] == 1 or not isinstance(lm, TransformerLM):
+            return params
+        return sharding.collect(params, self.mesh)
+
+    def collect_heads(self, params: Params) -> Params:
+        """Returns parameters that are split by shape as a step reads them: whole. Their gradients are split again."""
+        return params if self.mesh.size == 1 else jax.tree.map(self._collect, params)
+
+    def _collect(self, leaf: jax.Array) -> jax.Array:
+        split = self._split_by_shape(leaf)
+        return leaf if split == self.whole else _collect_and_split(self.whole, split, leaf)
+
+    def keep(self, tree: Any) -> Any:
+        """Returns heads, gradients or a whole state as they lie between steps."""
+        if self.mesh.size == 1:
+            return tree
+        return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, self._split_by_shape(leaf)), tree)
+
+    def keep_rows(self, tree: Any) -> Any:
+        """Returns rows `[B, ...]` split over "data"."""
+        return tree if self.mesh.size == 1 else lax.with_sharding_constraint(tree, self.rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _collect_and_split(whole: NamedSharding, split: NamedSharding, leaf: jax.Array) -> jax.Array:
+    """Returns an array with one sharding, whose gradient has another.
+
+    Without the second constraint, each device would hold the sum of all devices' gradients, and not its part of it.
+    """
+    return lax.with_sharding_constraint(leaf, whole)
+
+
+def _forward(whole: NamedSharding, split: NamedSharding, leaf: jax.Array) -> tuple[jax.Array, None]:
+    return lax.with_sharding_constraint(leaf, whole), None
+
+
+def _backward(whole: NamedSharding, split: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (lax.with_sharding_constraint(gradient, split),)
+
+
+_collect_and_split.defvjp(_forward, _backward)
