@@ -76,20 +76,7 @@ def add_options(parser: Parser) -> None:
         help="number of held-out prompts to choose the tree on (default: 6)",
     )
     add("--fit-dtype", **options.DTYPE_ARGUMENTS, help="dtype of the target for this choice (default: as --dtype)")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="compile the run without loading weights, and print the memory of each device, the collectives and the "
-        "ideal time; exit status 1 if it does not fit",
-    )
-    add(
-        "--on",
-        default="",
-        metavar="TOPOLOGY",
-        help="with --dry-run: TPUs to compile for in place of the devices at hand, such as v5e:2x4; needs libtpu",
-    )
-    add("--log-to", action="append", default=[], type=choice_type("logger", ("tensorboard",)), metavar="tensorboard",
-        help="write a log for TensorBoard as well; needs the package tensorboardX")  # fmt: skip
+    _add_run_options(add)
     own = parser.add_argument_group("settings of the kind")
     flags = {field.name: field for name in TRAINEES for field in own_fields(find(HEAD_KIND, name))}
     special = {name: _add_setting(own.add_argument, flags[name]) for name in flags}
@@ -111,6 +98,24 @@ def add_options(parser: Parser) -> None:
     parser.before_parsing = show_kind
     show_kind([])
     parser.epilog = f"'jaxspec train KIND --help' lists the settings of a kind as well: {', '.join(TRAINEES)}"
+
+
+def _add_run_options(add: Callable) -> None:
+    """Adds the options of logging and of a dry run to a group of the parser."""
+    add("--log-to", action="append", default=[], type=choice_type("logger", ("tensorboard",)), metavar="tensorboard",
+        help="write a log for TensorBoard as well; needs the package tensorboardX")  # fmt: skip
+    add(
+        "--dry-run",
+        action="store_true",
+        help="compile the run without loading weights, and print the memory of each device, the collectives and the "
+        "ideal time; exit status 1 if it does not fit",
+    )
+    add(
+        "--on",
+        default="",
+        metavar="TOPOLOGY",
+        help="with --dry-run: TPUs to compile for in place of the devices at hand, such as v5e:2x4; needs libtpu",
+    )
 
 
 def _add_setting(add: Callable, field: dataclasses.Field) -> argparse.Action:

@@ -29,6 +29,7 @@ from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.placement import Placement, default_mesh
 from jaxspec.train.settings import TrainSettings, parse_mesh
 from jaxspec.train.step import Trainable, compute_features, init_state, train_step
+from jaxspec.train.trainee import Trainee
 
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 NUM_BATCHES = 2
@@ -130,13 +131,13 @@ def dry_run(target: Model, settings: TrainSettings, start: Any = None, on: str =
     devices = describe_topology(on) if on else jax.devices()
     settings = _resolve(settings, devices)
     if math.prod(parse_mesh(settings.mesh)) > len(devices):
-        raise InvalidConfig(f"mesh {settings.mesh} needs more than {plural(len(devices), 'device')}")
+        raise InvalidConfig(f"mesh {settings.mesh!r} needs more than {plural(len(devices), 'device')}")
     if not isinstance(target.lm, TransformerLM):
         raise InvalidConfig(
             f"a dry run needs the sizes of a transformer; {target.name} is a {type(target.lm).__name__}"
         )
     here = Placement.of(settings, devices)
-    trainee = settings.trainee(target, start)
+    trainee = _make_trainee(settings, target, start)
     lm = target.lm.with_execution(platform=devices[0].platform, shards=parse_mesh(settings.mesh)[1])
     sharding.check_divisible(lm.config, here.mesh, target.name)
     network: Any = trainee.network(lm)
@@ -177,6 +178,19 @@ def _resolve(settings: TrainSettings, devices: Sequence[Any]) -> TrainSettings:
     precision = losses.product_dtype(settings, devices[0].platform)
     mesh = settings.mesh or default_mesh(settings, len(devices))
     return dataclasses.replace(settings, mesh=mesh, precision=precision)
+
+
+def _make_trainee(settings: TrainSettings, target: Model, start: Any) -> Trainee:
+    """Returns the heads or the draft model to train for a target whose parameters are shapes."""
+    made: list[Trainee] = []
+
+    def make(params: Any, started: Any) -> tuple[()]:
+        begin = start if start is None else dataclasses.replace(start, params=started)
+        made.append(settings.trainee(dataclasses.replace(target, params=params), begin))
+        return ()
+
+    jax.eval_shape(make, target.params, None if start is None else start.params)
+    return made[0]
 
 
 def _shapes(settings: TrainSettings, trainee: Any, target: Model, start: Any) -> tuple[Any, losses.FrozenTarget]:

@@ -95,7 +95,7 @@ class PardTrainee(Trainee):
         return self.model.unembedding(params) if isinstance(self.model, TransformerLM) else params
 
     def logits(
-        self, projection: Params, rows: Float[Array, "R E"], step: int, states: Float[Array, "B A E"]
+        self, projection: Params, rows: Float[Array, "_ _"], step: int, states: Float[Array, "B A E"]
     ) -> Float[Array, "B A R"]:
         """Returns the logits of a token of the blocks; see `Trainee.logits`."""
         if isinstance(self.model, TransformerLM):

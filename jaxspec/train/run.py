@@ -161,7 +161,7 @@ def check_machine(settings: TrainSettings) -> None:
     """
     if (count := math.prod(parse_mesh(settings.mesh))) > jax.device_count():
         raise InvalidConfig(
-            f"mesh {settings.mesh} needs {count} devices, but JAX has {plural(jax.device_count(), 'device')}"
+            f"mesh {settings.mesh!r} needs {count} devices, but JAX has {plural(jax.device_count(), 'device')}"
         )
     sources.import_grain()
 

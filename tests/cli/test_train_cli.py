@@ -113,7 +113,7 @@ def test_what_needs_no_target_is_refused_before_one_is_loaded(tmp_path, capsys):
         (prompts, ["--dtype", "file"], "--dtype file: the blocks of a GGUF file have no gradients"),
         (prompts, ["--out", tmp_path / "file"], "--out"),
         (prompts, ["--data", tmp_path / "file"], "--data"),
-        (prompts, ["--mesh", f"data={more}", "--batch", more], f"mesh data={more} needs {more} devices, but JAX has"),
+        (prompts, ["--mesh", f"data={more}", "--batch", more], f"mesh 'data={more}' needs {more} devices, but JAX has"),
         (prompts, ["--mesh", "8"], "mesh must be such as 'data=8' or 'data=4,model=2', got '8'"),
         (prompts, ["--start", tmp_path / "nothing"], "nothing"),
         (prompts, ["--start", tmp_path / "file"], "file"),

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import jaxspec
-from helpers import trainees
+from helpers import toys, trainees
 from helpers.narrow import instance
 from jaxspec.backend.chips import Chip
 from jaxspec.cli import main, show
 from jaxspec.errors import InvalidConfig
 from jaxspec.train import dry_run as planned
+from jaxspec.train import placement
 from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.step import Trainable, init_state
 
@@ -78,7 +79,7 @@ def test_what_does_not_fit_is_said():
 
 
 def test_settings_that_no_machine_has():
-    with pytest.raises(InvalidConfig, match="mesh data=4096 needs more than"):
+    with pytest.raises(InvalidConfig, match="mesh 'data=4096' needs more than"):
         planned.dry_run(shapes(), jaxspec.MedusaSettings(mesh="data=4096", batch=4096))
     with pytest.raises(InvalidConfig, match="a topology is such as v5e:2x4"):
         planned.dry_run(shapes(), SETTINGS, on="abacus")
@@ -110,3 +111,27 @@ def test_the_command_reads_a_config_alone(tmp_path, capsys, monkeypatch):
     assert main([*map(str, command), "--on", "v5e:2x4"]) == 2
     assert "add --dry-run" in capsys.readouterr().err
     assert main([*map(str, command), "--dry-run", "--dtype", "int8"]) == 2
+
+
+@pytest.mark.tpu
+def test_a_tpu_collects_matrices_and_adds_up_neither_activations_nor_whole_gradients(monkeypatch):
+    """The matrices of all layers, each once; the embedding stays split, and gradients are added up in parts."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setattr(placement, "MIN_SPLIT_ELEMENTS", 2**16)
+    sizes = {"vocab_size": 2**14, "hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 8}
+    lm = toys.transformer("bfloat16", **sizes, head_dim=64)
+    settings = jaxspec.Eagle3Settings(depth=2, taps="1,2,3", draft_vocab=2**12, batch=8, row_tokens=256)
+    target = jaxspec.Model(lm, planned.shapes_of(lm), name="wide")
+    features, step = planned.dry_run(target, settings, on="v5e:2x4").programs
+    matrices = sum(leaf.size * 2 for leaf in jax.tree.leaves(target.params["layers"]) if leaf.ndim > 1)
+    assert features.collectives["all-gather"][1] == pytest.approx(matrices, rel=0.02)
+    trainee = instance(HeadTrainee, planned._make_trainee(settings, target, None))
+
+    def init(params):
+        return trainee.init_params(dataclasses.replace(target, params=params), np.arange(2**12))
+
+    heads = jax.eval_shape(init, target.params)
+    large = sum(leaf.size * 2 for leaf in jax.tree.leaves(heads) if leaf.size >= 2**16)
+    assert step.collectives["all-gather"][1] == pytest.approx(large, rel=0.02)
+    for program in (features, step):
+        assert program.collectives.get("all-reduce", (0, 0))[1] < 10**5
