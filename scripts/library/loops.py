@@ -264,8 +264,10 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
         yield shallow(first, name, attention="pallas", width=WIDE if "64" in name else WIDTH)
     for chip, name in itertools.product(others, few):
         yield shallow(chip, name)
+    # Three times a power of two, so that no array of rows has the number of elements of a cache by chance.
+    slots = capacity(1) // 2 * 3
     for mesh, name in itertools.product((False, True), others_named):
-        yield Case(first, name, mesh, 1 + mesh, layers=PERIOD, capacity=capacity(1))
+        yield Case(first, name, mesh, 1 + mesh, layers=PERIOD, capacity=slots)
     if layers < DEEP:
         for attention in ("xla", "pallas"):
             yield Case(first, BY_KERNEL[0], layers=DEEP, capacity=capacity(DEEP), attention=attention)
