@@ -133,7 +133,7 @@ class Placement:
 
     def target(self, model: Model) -> Model:
         """Places the target, without kernels; networks other than `TransformerLM` are on every device."""
-        if self.mesh.size == 1:
+        if self.mesh.size == 1 and sharding.mesh_of(model.params) is None:
             return model
         return sharding.place_model(model, self.mesh, spread=True)
 

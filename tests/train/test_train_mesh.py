@@ -85,7 +85,7 @@ found = []
 for mesh in ("data=1", "data=4,model=2"):
     settings = jaxspec.MedusaSettings(heads=2, inputs="hidden", loss="kl", projection="own", mesh=mesh, warmup=0)
     here, trainee = placement.Placement.of(settings), settings.trainee(target)
-    placed = here.target(target)
+    placed = here.target(jaxspec.shard(target, jaxspec.make_mesh(model=2)))  # wherever the target is
     read = jax.jit(functools.partial(compute_features, placed.lm, placement=here))
     features = read(placed.params, *here.put(rows[:2], here.rows))
     batch = here.put(Batch(*(a[None] for a in (*rows, features))), here.parts)
