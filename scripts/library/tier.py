@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxspec.bench.measurements import add_record, round_significant, write_record
-from jaxspec.models.config import FLOAT32_MATRICES
+from jaxspec.models.config import EXPERT_MATRICES, FLOAT32_MATRICES
 from jaxspec.models.experts import count_bytes
 from scripts.library import hlo, kernels, loops
 from scripts.library.loops import Case, Program
@@ -39,9 +39,10 @@ def findings(
         wrong.append(f"{loops} loops at the top, expected the one of the rounds")
     # Small matrices in float32, such as routers, may have as many elements as a state.
     named = jax.tree_util.tree_leaves_with_path(weights)
-    matrices = [leaf for path, leaf in named if not {getattr(key, "key", None) for key in path} & {*FLOAT32_MATRICES}]
+    keys = [({getattr(key, "key", None) for key in path}, leaf) for path, leaf in named]
+    matrices = [leaf for names, leaf in keys if not names & {*FLOAT32_MATRICES}]
+    experts = [leaf for names, leaf in keys if EXPERT_MATRICES[0] in names and leaf.ndim == 3]
     large = {leaf.size // part: "a matrix" for leaf in matrices for part in {1, min(share, 2)}}
-    experts = [leaf for leaf in matrices if leaf.ndim == 3]
     large |= {leaf.size // leaf.shape[0] // part: AN_EXPERT for leaf in experts for part in {1, min(share, 2)}}
     large |= {leaf.size // share: "a whole cache" for leaf in jax.tree.leaves(caches)}
     kept = {(leaf.shape[0] // min(share, 2), *leaf.shape[1:]) for leaf in jax.tree.leaves(tables)}
@@ -55,7 +56,7 @@ def findings(
                 big = op not in COMPUTED and hlo.size(type, anywhere=True) >= LARGE
                 table = "a drafter's table" if hlo.shape(type) in kept else None
                 what = large.get(hlo.elements(type), table)
-                # Rows of experts may have as many elements as a matrix of one.
+                # Rows of an expert may have as many elements as its matrix.
                 if big and what and (what != AN_EXPERT or op in (*COPIES, "convert")):
                     where = "before the loop" if name == "ENTRY" else "inside the loop"
                     wrong.append(f"a {op} of {what} {where}: {one.name} = {type}")
