@@ -37,10 +37,10 @@ def findings(
     loops = sum(one.op == "while" for one in parts["ENTRY"])
     if loops != 1:
         wrong.append(f"{loops} loops at the top, expected the one of the rounds")
-    # Small matrices in float32, such as routers, may have as many elements as a state.
+    # A router may have as many elements as a state, and the matrix of a shared expert as many as rows of experts.
     named = jax.tree_util.tree_leaves_with_path(weights)
     keys = [({getattr(key, "key", None) for key in path}, leaf) for path, leaf in named]
-    matrices = [leaf for names, leaf in keys if not names & {*FLOAT32_MATRICES}]
+    matrices = [leaf for names, leaf in keys if not names & {*FLOAT32_MATRICES, "shared_down"}]
     experts = [leaf for names, leaf in keys if EXPERT_MATRICES[0] in names and leaf.ndim == 3]
     large = {leaf.size // part: "a matrix" for leaf in matrices for part in {1, min(share, 2)}}
     large |= {leaf.size // leaf.shape[0] // part: AN_EXPERT for leaf in experts for part in {1, min(share, 2)}}
