@@ -1,11 +1,12 @@
 """Measures the time and the memory of training steps on one device, beside another checkout of this repository.
 
-    python -m scripts.measure.training_memory [--beside CHECKOUT] [--sizes small,smollm] [--record ID]
+    python -m scripts.measure.training_memory [--beside CHECKOUT] [--sizes small,smollm] [--untimed] [--record ID]
 
 Each case is a process of its own: a kind of heads, or the features of four layers of the target, at the shapes of
 SmolLM2-135M or of a small model, with random weights and features, in float32 on the whole vocabulary. With `--beside`,
 each case is also measured with the package of the other checkout, such as the one before a change. Figures are the
-shortest time of a step, the temporary memory that the compiler plans for it, and the largest memory of the process.
+shortest time of a step, the temporary memory that the compiler plans for it, and the largest memory of the process. With `--untimed`, nothing is run,
+and only the temporary memory is measured, which does not depend on other programs of the machine.
 """
 
 import argparse
@@ -30,7 +31,7 @@ SECONDS, STEPS = 12.0, 3
 """A case is repeated for so many seconds, and at least for so many steps."""
 
 
-def measure(size: str, kind: str) -> dict[str, Any]:
+def measure(size: str, kind: str, timed: bool) -> dict[str, Any]:
     """Measures a case in this process, with the package that is imported here."""
     import jax
     import jax.numpy as jnp
@@ -51,6 +52,8 @@ def measure(size: str, kind: str) -> dict[str, Any]:
     ones = jnp.ones(shape, jnp.int32)
     if kind == "features":
         compiled = jax.jit(functools.partial(compute_features, lm)).lower(target.params, tokens, ones).compile()
+        if not timed:
+            return _plan(compiled)
         found, seconds = _time(lambda: jax.block_until_ready(compiled(target.params, tokens, ones)))
         return _figures(compiled, seconds, float(jnp.square(found).mean()))
     common: dict[str, Any] = {"batch": shape[0], "row_tokens": shape[1], "warmup": 0, "precision": "float32"}
@@ -69,6 +72,8 @@ def measure(size: str, kind: str) -> dict[str, Any]:
     state = jax.tree.map(jnp.copy, state)
     step = jax.jit(functools.partial(train_step, settings, trainee, network), donate_argnums=1)
     compiled = step.lower(frozen, state, batch).compile()
+    if not timed:
+        return _plan(compiled)
 
     def take() -> Any:
         nonlocal state
@@ -89,18 +94,21 @@ def _time(function: Any) -> tuple[Any, list[float]]:
     return first, seconds
 
 
+def _plan(compiled: Any) -> dict[str, Any]:
+    return {"temporaries_mb": round_significant(compiled.memory_analysis().temp_size_in_bytes / 1e6)}
+
+
 def _figures(compiled: Any, seconds: list[float], value: float) -> dict[str, Any]:
-    return {
+    return _plan(compiled) | {
         "ms": round_significant(min(seconds) * 1e3),
-        "temporaries_mb": round_significant(compiled.memory_analysis().temp_size_in_bytes / 1e6),
         "largest_mb": round_significant(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3),
         "value": value,
     }
 
 
-def run(checkout: pathlib.Path, size: str, kind: str) -> dict[str, Any]:
+def run(checkout: pathlib.Path, size: str, kind: str, timed: bool) -> dict[str, Any]:
     """Measures a case in a new process with the package of a checkout."""
-    program = [sys.executable, __file__, "--case", size, kind]
+    program = [sys.executable, __file__, "--case", size, kind, *([] if timed else ["--untimed"])]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, cwd=checkout)
     if done.returncode:
@@ -113,19 +121,20 @@ def main() -> int:
     parser.add_argument("--beside", type=pathlib.Path, metavar="CHECKOUT", help="another checkout to measure as well")
     parser.add_argument("--sizes", default=",".join(SHAPES), help="which shapes (default: all)")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which cases (default: all)")
+    parser.add_argument("--untimed", action="store_true", help="measure temporary memory alone")
     parser.add_argument("--case", nargs=2, metavar=("SIZE", "KIND"), help=argparse.SUPPRESS)
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(measure(*arguments.case)))
+        print(json.dumps(measure(*arguments.case, not arguments.untimed)))
         return 0
     here = pathlib.Path(__file__).resolve().parents[2]
     checkouts = {"now": here} if arguments.beside is None else {"before": arguments.beside.resolve(), "now": here}
     lines: list[dict[str, Any]] = []
     for size in arguments.sizes.split(","):
         for kind in arguments.kinds.split(","):
-            found = {name: run(checkout, size, kind) for name, checkout in checkouts.items()}
-            values = [each.pop("value") for each in found.values()]
+            found = {name: run(checkout, size, kind, not arguments.untimed) for name, checkout in checkouts.items()}
+            values = [each.pop("value", 0.0) for each in found.values()]
             if max(values) - min(values) > 1e-4 * abs(values[0]):
                 raise RuntimeError(f"{size}, {kind}: the losses differ: {values}")
             rows, tokens = ROWS[size]
