@@ -5,8 +5,9 @@
 Each case is a process of its own: a kind of heads, or the features of four layers of the target, at the shapes of
 SmolLM2-135M or of a small model, with random weights and features, in float32 on the whole vocabulary. With `--beside`,
 each case is also measured with the package of the other checkout, such as the one before a change. Figures are the
-shortest time of a step, the temporary memory that the compiler plans for it, and the largest memory of the process. With `--untimed`, nothing is run,
-and only the temporary memory is measured, which does not depend on other programs of the machine.
+shortest time of a step, the temporary memory that the compiler plans for it, and the largest memory of the process.
+With `--untimed`, nothing is run, and only the temporary memory is measured, which does not depend on other programs of
+the machine.
 """
 
 import argparse
