@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -45,7 +45,7 @@ def over_devices(function: Callable, size: int, params: Params, specs: tuple, ou
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty and all(map(is_abstract, jax.tree.leaves(params))):
-        mesh = AbstractMesh((1, size), (DATA, MODEL))
+        mesh = AbstractMesh((1, size), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
     if dict(mesh.shape).get(MODEL) != size:
         raise InvalidConfig(
             f"layers with exact=True are split over {size} devices and run on a mesh only; pass it (mesh=...)"

@@ -201,7 +201,7 @@ def test_devices_that_share_layers_exchange_numbers_only_by_gathers(platform):
         features, new = lm.apply(params, window, cache)
         return lm.head(params, features), new
 
-    mesh: Any = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
+    mesh: Any = jax.sharding.AbstractMesh((1, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), axis_names={"data"}, check_vma=False)
     program = jax.make_jaxpr(mapped)(params, cache)
     logits, keys, values = program.out_avals
