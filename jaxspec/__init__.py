@@ -63,6 +63,12 @@ if TYPE_CHECKING:
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.model import Model as Model
     from jaxspec.models.sharding import shard as shard
+    from jaxspec.processors.minimum import MinNewTokens as MinNewTokens
+    from jaxspec.processors.penalties import FrequencyPenalty as FrequencyPenalty
+    from jaxspec.processors.penalties import PresencePenalty as PresencePenalty
+    from jaxspec.processors.penalties import RepetitionPenalty as RepetitionPenalty
+    from jaxspec.processors.words import BadWords as BadWords
+    from jaxspec.processors.words import NoRepeatNgram as NoRepeatNgram
     from jaxspec.train.dflash_settings import DFlashSettings as DFlashSettings
     from jaxspec.train.dflash_settings import DSparkSettings as DSparkSettings
     from jaxspec.train.eagle_settings import Eagle1Settings as Eagle1Settings
@@ -106,6 +112,9 @@ _MODULES = {
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
     "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
+    "jaxspec.processors.minimum": ("MinNewTokens",),
+    "jaxspec.processors.penalties": ("FrequencyPenalty", "PresencePenalty", "RepetitionPenalty"),
+    "jaxspec.processors.words": ("BadWords", "NoRepeatNgram"),
     "jaxspec.train.dflash_settings": ("DFlashSettings", "DSparkSettings"),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),

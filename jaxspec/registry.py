@@ -1,7 +1,9 @@
-"""The registry of drafters, rules, schedules and kinds of heads, by name. Tests, commands and benchmarks use its lists.
+"""The registry of drafters, rules, schedules, processors and kinds of heads, by name.
 
-Other packages add members through the entry-point groups `jaxspec.drafters`, `jaxspec.rules`, `jaxspec.schedules` and
-`jaxspec.trainees`; see docs/own-drafter.md.
+Tests, commands and benchmarks use its lists.
+
+Other packages add members through the entry-point groups `jaxspec.drafters`, `jaxspec.rules`, `jaxspec.schedules`,
+`jaxspec.processors` and `jaxspec.trainees`; see docs/own-drafter.md.
 """
 
 import importlib
@@ -106,6 +108,18 @@ SCHEDULES = Members(
     },
 )
 
+PROCESSORS = Members(
+    "jaxspec.processors",
+    {
+        "repetition": "jaxspec.processors.penalties:RepetitionPenalty",
+        "presence": "jaxspec.processors.penalties:PresencePenalty",
+        "frequency": "jaxspec.processors.penalties:FrequencyPenalty",
+        "no-repeat-ngram": "jaxspec.processors.words:NoRepeatNgram",
+        "bad-words": "jaxspec.processors.words:BadWords",
+        "min-new-tokens": "jaxspec.processors.minimum:MinNewTokens",
+    },
+)
+
 HEADS = {
     "medusa": "jaxspec.heads.medusa_layouts:MEDUSA",
     "dflash": "jaxspec.heads.dflash_layouts:DFLASH",
@@ -139,14 +153,15 @@ def find(kind: str, name: str) -> Any:
     """Returns the class of a member.
 
     Args:
-        kind: "drafter", "rule", "schedule" or "kind of heads".
+        kind: "drafter", "rule", "schedule", "processor" or "kind of heads".
         name: the name of the member.
 
     Raises:
         UnknownName: there is no such member; the message suggests a similar name.
         InvalidConfig: a member of another package cannot be imported.
     """
-    members = {"drafter": DRAFTERS, "rule": RULES, "schedule": SCHEDULES, "kind of heads": TRAINEES}[kind]
+    kinds = {"drafter": DRAFTERS, "rule": RULES, "schedule": SCHEDULES, "processor": PROCESSORS}
+    members = (kinds | {"kind of heads": TRAINEES})[kind]
     if name not in members:
         raise UnknownName(kind, name, members)
     location = members[name]

@@ -15,10 +15,12 @@ from jaxspec.core.descriptions import read_fields
 from jaxspec.core.sizes import MAX_INT32, MAX_SEED
 from jaxspec.core.sizes import MAX_NODES as MAX_NODES
 from jaxspec.errors import InvalidConfig, JaxspecError, UnknownName, shown
+from jaxspec.registry import PROCESSORS, find
 from jaxspec.storage.prompt_files import SPLITS
 from jaxspec.storage.reading import check_path, read_bytes
 
 if TYPE_CHECKING:
+    from jaxspec.core.processor import Processor
     from jaxspec.core.sampling import Sampling
     from jaxspec.generation.drafting import Drafting
     from jaxspec.generation.options import GenerateOptions
@@ -326,7 +328,29 @@ def add_sampling(parser: Parser) -> Callable:
     add = parser.add_argument_group("sampling").add_argument
     add_option(add, "temperature", type=sampling_type("temperature"), metavar="T")
     add_limits(add)
+    add(
+        "--processor",
+        action="append",
+        type=parse_processor,
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"changes the logits by the text so far ({'|'.join(PROCESSORS)}), as in repetition=1.1; repeatable",
+    )
     return add
+
+
+def parse_processor(text: str) -> "Processor":
+    """Parses NAME=VALUE as a processor of the registry and its setting, which is JSON."""
+    name, _, value = text.partition("=")
+    try:
+        processor = find("processor", name)(json.loads(value))
+        processor.rows(1, MAX_INT32)
+    except (JaxspecError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    except (ValueError, RecursionError):
+        expected = "expected NAME=VALUE with a number or JSON, as in repetition=1.1"
+        raise argparse.ArgumentTypeError(f"{expected}, got {shown(text)}") from None
+    return processor
 
 
 def add_limits(add: Callable) -> None:
@@ -347,7 +371,8 @@ def read_sampling(args: argparse.Namespace, temperature: float) -> "Sampling":
     """Returns the sampling settings that the options select, at a temperature."""
     from jaxspec.core.sampling import Sampling
 
-    return Sampling(temperature, args.top_k, args.top_p, args.min_p)
+    processors = getattr(args, "processor", [])
+    return Sampling(temperature, args.top_k, args.top_p, args.min_p, processors=processors)
 
 
 def add_length(add: Callable, default: int) -> None:

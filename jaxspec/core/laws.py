@@ -16,11 +16,15 @@ _BLOCK = 128
 _HALVINGS = 6
 
 
-def temper_logits(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """Returns biased and tempered log-scores, in float32 at least. Greedy rows keep their biased logits."""
+def biased(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+    """Returns logits with the rows' bias, in float32 at least."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    if sampling.logit_bias is not None:
-        logits = logits + sampling.logit_bias[:, None, :]
+    return logits if sampling.logit_bias is None else logits + sampling.logit_bias[:, None, :]
+
+
+def temper_logits(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+    """Returns biased and tempered log-scores. Greedy rows keep their biased logits. Processors are not applied."""
+    logits = biased(logits, sampling)
     temperature = sampling.temperature[:, None, None]
     return jnp.where(temperature < MIN_TEMPERATURE, logits, logits / jnp.maximum(temperature, MIN_TEMPERATURE))
 

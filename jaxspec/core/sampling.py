@@ -1,9 +1,9 @@
-"""Sampling settings: temperature, top-k, top-p, min-p and a bias, with the same meaning for every drafter.
+"""Sampling settings: temperature, top-k, top-p, min-p, a bias and processors, with the same meaning for every drafter.
 
-The order is: bias, temperature, top-k, top-p of what remains, min-p. Each truncation keeps all tokens at or above some
-score, so tokens of equal score are kept or dropped together. A token is kept by top-k if fewer than k tokens have a
-higher score, by top-p if the mass of the tokens with a higher score is below p, and by min-p if its probability is at
-least min_p times the highest.
+The order is: bias, processors, temperature, top-k, top-p of what remains, min-p. Each truncation keeps all tokens at
+or above some score, so tokens of equal score are kept or dropped together. A token is kept by top-k if fewer than k
+tokens have a higher score, by top-p if the mass of the tokens with a higher score is below p, and by min-p if its
+probability is at least min_p times the highest.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec.core.checks import index, whole
+from jaxspec.core.processor import check_processors
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 MIN_TEMPERATURE = 1e-6
@@ -27,7 +28,9 @@ MAX_ROWS = 1 << 24
 _FLOATS, _LOWEST = "iuf", float(np.finfo(np.float32).min)
 _TINY = float(np.finfo(np.float32).tiny)
 """The least positive number that devices compute with in float32: they flush smaller numbers to 0."""
-_LIMITS: dict[str, tuple[Any, Callable[[np.ndarray], Any], str]] = {
+Limits = tuple[Any, Callable[[np.ndarray], Any], str]
+"""The dtype of a setting, a function that tells which values are valid, and a description of them for messages."""
+_LIMITS: dict[str, Limits] = {
     "temperature": (np.float32, lambda v: (v >= 0) & (v <= np.finfo(np.float32).max), "finite and at least 0"),
     "top_k": (np.int32, lambda v: (v >= 0) & (v < 2**31), "a whole number, 0 (off) or more"),
     "top_p": (np.float32, lambda v: (v >= _TINY) & (v <= 1), f"above 0 and at most 1 (from {_TINY:.2g}, as float32)"),
@@ -46,6 +49,8 @@ class Sampling:
         top_p: total probability of the most likely tokens to keep; 1 keeps all tokens.
         min_p: least probability of a token to keep, relative to the most likely token; 0 keeps all tokens.
         logit_bias: added to the logits before anything else; a mapping from token id to bias, or an array [V].
+        processors: change the biased logits by the text so far, one after another, such as
+            `[RepetitionPenalty(1.1), MinNewTokens(20)]`; see `jaxspec.core.processor.Processor`.
 
     Raises:
         InvalidConfig: a value is outside its range, is NaN, or is not a number. Traced values and the leaves that JAX
@@ -57,17 +62,20 @@ class Sampling:
     top_p: Any = 1.0
     min_p: Any = 0.0
     logit_bias: Any = None
+    processors: Any = ()
 
     def __post_init__(self):
         for name in _LIMITS:
             if not is_abstract(getattr(self, name)):
-                self._checked(name)
+                check_setting(name, getattr(self, name), _LIMITS[name])
         bias = self.logit_bias
         if isinstance(bias, Mapping):
             for token, value in bias.items():
                 _check_bias(token, value)
         elif bias is not None and not is_abstract(bias) and _array(bias).dtype.kind not in _FLOATS:
             raise InvalidConfig(f"logit_bias must be a mapping or an array of numbers, got {shown(bias)}")
+        if self.processors != ():
+            object.__setattr__(self, "processors", check_processors(self.processors))
 
     def tree_flatten_with_keys(self) -> tuple[tuple, None]:
         """Returns the fields, for JAX."""
@@ -86,26 +94,14 @@ class Sampling:
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not field.default]
         return f"Sampling({', '.join(f'{name}={_brief(getattr(self, name))}' for name in given)})"
 
-    def _checked(self, name: str) -> np.ndarray | Array:
-        """Returns the checked values of a setting: one value, or one per row."""
-        dtype, valid, expected = _LIMITS[name]
-        given = getattr(self, name)
-        if isinstance(given, jax.core.Tracer):
-            return jnp.asarray(given, dtype)
-        value = _array(given)
-        if value.dtype.kind not in ("iu" if dtype is np.int32 else _FLOATS) or not np.all(valid(value)):
-            raise InvalidConfig(f"{name} must be {expected}, got {shown(given)}")
-        if value.ndim > 1:
-            raise InvalidConfig(f"{name} must be one value, or one for each row; got shape {value.shape}")
-        return value.astype(dtype)
-
     def check(self, batch: int, vocab: int) -> dict[str, Any]:
         """Checks the settings for a batch and a vocabulary.
 
         Only the shape of traced values is checked.
 
         Returns:
-            The settings by name, each one value or one for each row, and the bias `[V]`, `[B, V]` or None.
+            The settings by name, each one value or one for each row; the bias `[V]`, `[B, V]` or None; and the
+            processors, whose settings have an axis of rows.
 
         Raises:
             InvalidConfig: a value is outside its range, is NaN, or is not one value per row; or a size is not a whole
@@ -115,13 +111,9 @@ class Sampling:
         batch, vocab = whole("batch", batch, 0, MAX_ROWS), whole("vocab", vocab)
         checked: dict[str, Any] = {}
         for name in _LIMITS:
-            value = self._checked(name)
-            if value.shape not in ((), (batch,)):
-                raise InvalidConfig(
-                    f"{name} must be one value, or one for each of the {batch} rows; got shape {value.shape}"
-                )
-            checked[name] = value
-        return checked | {"logit_bias": self._bias(batch, vocab)}
+            checked[name] = check_setting(name, getattr(self, name), _LIMITS[name], batch)
+        processors = tuple(one.rows(batch, vocab) for one in self.processors)
+        return checked | {"logit_bias": self._bias(batch, vocab), "processors": processors}
 
     def rows(self, batch: int, vocab: int) -> "Sampling":
         """Returns the checked settings as arrays: `[B]` each, and the bias `[B, V]` or None.
@@ -130,9 +122,10 @@ class Sampling:
             InvalidConfig, TokenOutOfRange: see `check`.
         """
         checked = self.check(batch, vocab)
-        bias = checked.pop("logit_bias")
+        bias, processors = checked.pop("logit_bias"), checked.pop("processors")
         fields = {name: _broadcast(value, (batch,)) for name, value in checked.items()}
-        return Sampling(**fields, logit_bias=None if bias is None else _broadcast(bias, (batch, vocab)))
+        bias = None if bias is None else _broadcast(bias, (batch, vocab))
+        return Sampling(**fields, logit_bias=bias, processors=processors)
 
     def _bias(self, batch: int, vocab: int) -> np.ndarray | Array | None:
         """Returns the checked bias `[V]` or `[B, V]`."""
@@ -159,6 +152,38 @@ class Sampling:
         if np.isneginf(bias).all(-1).any():
             raise InvalidConfig("logit_bias bans every token; leave at least one token without -inf")
         return bias
+
+
+def check_setting(name: str, given: Any, limits: Limits, batch: int | None = None) -> np.ndarray | Array:
+    """Returns the checked values of a setting: one value, or one per row. Only the shape of traced values is checked.
+
+    Args:
+        name: the name of the setting, for messages.
+        given: the setting.
+        limits: the values that are valid.
+        batch: the number of rows; None if it is not known.
+
+    Raises:
+        InvalidConfig: a value is not valid, or there is not one value per row.
+    """
+    dtype, valid, expected = limits
+    if isinstance(given, jax.core.Tracer):
+        value = jnp.asarray(given, dtype)
+    else:
+        value = _array(given)
+        if value.dtype.kind not in ("iu" if dtype is np.int32 else _FLOATS) or not np.all(valid(value)):
+            raise InvalidConfig(f"{name} must be {expected}, got {shown(given)}")
+        if value.ndim > 1:
+            raise InvalidConfig(f"{name} must be one value, or one for each row; got shape {value.shape}")
+        value = value.astype(dtype)
+    if batch is not None and value.shape not in ((), (batch,)):
+        raise InvalidConfig(f"{name} must be one value, or one for each of the {batch} rows; got shape {value.shape}")
+    return value
+
+
+def spread_setting(name: str, given: Any, limits: Limits, batch: int) -> Array:
+    """Returns the checked value of a setting for each row; see `check_setting`."""
+    return _broadcast(check_setting(name, given, limits, batch), (batch,))
 
 
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.drafter import Drafter
+from jaxspec.core.processor import absorb_all
 from jaxspec.core.records import Advance, Cache, Proposal, RoundResult, Seen, Status
 from jaxspec.core.schedule import Schedule
 from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
@@ -116,6 +117,9 @@ def commit(
         log=RoundLog(_write(state.log.counts, record.counts[:, None], state.round)),
         round=state.round + running,
         logprobs=jax.tree.map(lambda rows, new: _write(rows, new, state.length), state.logprobs, outcome.logprobs),
+        processed=absorb_all(
+            state.sampling.processors, state.processed, tokens, count, jnp.minimum(state.start - state.length, 0)
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.core.drafter import Drafter, PromptReader
 from jaxspec.core.networks import LanguageModel
+from jaxspec.core.processor import Beginning, read_text
 from jaxspec.core.records import Status
 from jaxspec.core.schedule import Schedule
 from jaxspec.core.sizes import round_to_blocks
@@ -60,15 +61,17 @@ def init(
         round=zeros,
         recorded=request.logprobs,
         logprobs=None if request.logprobs is None else logprobs.empty_logprobs(batch, slots, top_logprobs),
+        processed=_processed(target.vocab, request, tokens, request.count),
     )
     return _with_prompts(drafter, state, request, request.count)
 
 
-def extend(drafter: Drafter, state: State, request: Request) -> State:
+def extend(vocab: int, drafter: Drafter, state: State, request: Request) -> State:
     """Appends text to every row, such as the next turn of a chat, and sets a new budget.
 
-    The text appended to a row may be empty. Only new tokens are read by the next prefill. `request.key` is ignored:
-    noise is a function of a row's key and the position, and each row keeps its key.
+    The text appended to a row may be empty. Only new tokens are read by the next prefill. For processors, the whole
+    text is the prompt of the new answer. `request.key` is ignored: noise is a function of a row's key and the position,
+    and each row keeps its key.
 
     Raises:
         InvalidConfig: the request asks for log-probabilities, but the state has no arrays for them.
@@ -95,6 +98,7 @@ def extend(drafter: Drafter, state: State, request: Request) -> State:
         log=jax.tree.map(jnp.zeros_like, state.log),
         round=jnp.zeros_like(state.round),
         recorded=state.recorded if request.logprobs is None else request.logprobs,
+        processed=_processed(vocab, request, tokens, length),
     )
 
 
@@ -147,6 +151,12 @@ def replace(axes: tuple[int, ...], state: State, new: State, index: Int[Array, "
         return lax.dynamic_update_slice_in_dim(old, new, at, axis)
 
     return jax.tree.map(put, state, new, jax.tree.unflatten(jax.tree.structure(state), axes))
+
+
+def _processed(vocab: int, request: Request, tokens: Int[Array, "B S"], length: Int[Array, "B"]) -> tuple:
+    """Returns the states of a request's processors after prompts."""
+    beginning = Beginning(vocab, tokens.shape[1], request.stop_ids)
+    return read_text(request.sampling.processors, beginning, tokens, length, length)
 
 
 def _with_prompts(drafter: Drafter, state: State, request: Request, covered: Int[Array, "B"]) -> State:

@@ -6,8 +6,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.laws import highest, log_prob, log_total, scores
-from jaxspec.core.sampling import Sampling
 from jaxspec.decode.state import Logprobs
+from jaxspec.decode.verify import Processing
 
 
 def empty_logprobs(batch: int, size: int, top: int) -> Logprobs:
@@ -21,7 +21,7 @@ def compute_logprobs(
     tokens: Int[Array, "B M"],
     count: Int[Array, ""],
     logits: Float[Array, "B N V"],
-    sampling: Sampling,
+    processing: Processing,
     top: int,
     drawn: bool,
 ) -> Logprobs:
@@ -34,10 +34,12 @@ def compute_logprobs(
         tokens: the token after each node.
         count: the largest number of tokens of any row; the result is zero after it.
         logits: the target's raw logits.
-        sampling: the rows' settings.
+        processing: the rows' settings and processors.
         top: K, the number of alternatives.
         drawn: see `jaxspec.core.laws.log_prob`.
     """
+
+    rest = processing.rest
 
     def at(depth: Array) -> Logprobs:
         node = jnp.maximum(lax.dynamic_slice_in_dim(path, depth, 1, 1), 0)[:, :, None]
@@ -48,7 +50,7 @@ def compute_logprobs(
         best, ids = highest(raw, top) if top else (raw[..., :0], token[..., None][..., :0])
         return Logprobs(
             (jnp.take_along_axis(raw, token[..., None], -1) - total)[..., 0],
-            log_prob(scores(raw, sampling), token, sampling, drawn),
+            log_prob(scores(processing.change(raw, node[..., 0]), rest), token, rest, drawn),
             best - total,
             ids,
         )

@@ -32,7 +32,14 @@ from jaxspec.decode.commit import Outcome, commit, cut
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.target_call import MAX_PATH, read, score, widen
-from jaxspec.decode.verify import accepted_path, apply_rule, complete_proposal, select_likeliest, take_first_nodes
+from jaxspec.decode.verify import (
+    Processing,
+    accepted_path,
+    apply_rule,
+    complete_proposal,
+    select_likeliest,
+    take_first_nodes,
+)
 from jaxspec.errors import InvalidConfig, shown
 
 NO_LIMIT = np.iinfo(np.int32).max
@@ -207,7 +214,8 @@ class Decoder:
             window = widen(window, self.canonical_width)
         features, entries = read(self.network, weights.target, window, state.cache)
         logits = score(self.network, weights.target, features)[:, : proposal.tokens.shape[1]]
-        verdict, finite = apply_rule(self.rule, noise, state.sampling, logits, proposal)
+        processing = Processing.of(state.sampling, state.processed, proposal)
+        verdict, finite = apply_rule(self.rule, noise, processing, logits, proposal)
         path, tokens = accepted_path(proposal, verdict)
         nodes, rest = path, ((0, 0), (0, depth + 1 - path.shape[1]))
         path, tokens = jnp.pad(path, rest, constant_values=-1), jnp.pad(tokens, rest, mode="edge")
@@ -219,7 +227,7 @@ class Decoder:
         if state.recorded is not None:
             asking = state.recorded & (state.status == Status.RUNNING)
             longest = jnp.where(asking, (path >= 0).sum(-1), 0).max()
-            settings = state.sampling, self.top_logprobs, self.rule.lossless
+            settings = processing, self.top_logprobs, self.rule.lossless
             recorded = logprobs.compute_logprobs(path, tokens, longest, logits, *settings)
         seen = None
         if observed := self.drafter.needs.observed:

@@ -116,7 +116,8 @@ class Session:
             length = jnp.minimum(self.state.length, jnp.asarray(self._cut, jnp.int32))
             self.state = self._call(lifecycle.truncate, (self.decoder.drafter,), (self.weights, self.state, length))
             self._cut = None
-        self.state = self._prefill(self._call(lifecycle.extend, (self.decoder.drafter,), (self.state, request)))
+        static = self.decoder.target.vocab, self.decoder.drafter
+        self.state = self._prefill(self._call(lifecycle.extend, static, (self.state, request)))
 
     def replace(self, positions: Sequence[int], request: Request) -> None:
         """Replaces rows with new rows, and reads the prompts of the new rows while the other rows wait.

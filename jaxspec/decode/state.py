@@ -48,7 +48,7 @@ class Request(NamedTuple):
     new_tokens: Int[Array, "*b"]  # the budget: the largest number of emitted tokens
     key: Array  # typed PRNG keys, [*b]
     stop_ids: Int[Array, "*b M"]  # padded with -1
-    sampling: Sampling  # arrays [*b], the bias [*b V] or None
+    sampling: Sampling  # arrays [*b], the bias [*b V] or None; settings of processors have leading axes [*b]
     # Which rows record log-probabilities. It is traced, so that another value does not compile again. None: no row
     # records them, and the program neither computes nor stores them.
     logprobs: Bool[Array, "*b"] | None = None
@@ -59,7 +59,8 @@ class Logprobs(NamedTuple):
     """Log-probabilities of emitted tokens under the target, each at the position of its token."""
 
     raw: Float[Array, "*b S"]  # under the raw logits
-    sampled: Float[Array, "*b S"]  # under the sampled law: after bias, temperature, top-k, top-p, min-p; greedy rows: 0
+    # Under the sampled law: after bias, processors, temperature, top-k, top-p, min-p. In greedy rows it is 0.
+    sampled: Float[Array, "*b S"]
     top: Float[Array, "*b S K"]  # the K highest under the raw logits, in descending order
     top_tokens: Int[Array, "*b S K"]  # their tokens
 
@@ -132,6 +133,7 @@ class State(NamedTuple):
     round: Int[Array, "B"]  # the number of rounds that each row has run
     recorded: Bool[Array, "B"] | None  # which rows record log-probabilities
     logprobs: Logprobs | None  # log-probabilities of the emitted tokens of those rows
+    processed: tuple[Any, ...]  # the states of the processors in `sampling`, after the text
 
     def __repr__(self) -> str:
         return _brief(self)

@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.laws import highest, log_law, scores, temper_logits
+from jaxspec.core.laws import biased, highest, log_law, scores, temper_logits
 from jaxspec.core.noise import RoundNoise
+from jaxspec.core.processor import process
 from jaxspec.core.records import Proposal, Seen, Verdict
 from jaxspec.core.rule import CoupledRule, Rule, WeighingRule
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
@@ -101,34 +102,79 @@ def select_likeliest(tokens: Int[Array, "B W"], logits: Float[Array, "B W V"], c
     )
 
 
+class Processing(NamedTuple):
+    """The bias and the processors of a round's rows.
+
+    Attributes:
+        sampling: the rows' settings.
+        states: the states of the processors after the committed text.
+        paths: the tokens from below the root to each node, the node included; -1 after the end of a path.
+    """
+
+    sampling: Sampling
+    states: tuple[Any, ...]
+    paths: Int[Array, "B N D"]
+
+    @classmethod
+    def of(cls, sampling: Sampling, states: tuple[Any, ...], proposal: Proposal) -> "Processing":
+        """Returns the bias and the processors for the nodes of a proposal."""
+        nodes = proposal.tree.paths[..., 1:]
+        rows = jnp.arange(len(nodes))[:, None, None]
+        tokens = proposal.tokens[rows, jnp.maximum(nodes, 0)]
+        return cls(sampling, states, jnp.where(nodes < 0, -1, jnp.maximum(tokens, 0)))
+
+    @property
+    def rest(self) -> Sampling:
+        """The settings that are applied to the changed logits: temperature, top-k, top-p and min-p."""
+        return dataclasses.replace(self.sampling, logit_bias=None, processors=())
+
+    def change(self, logits: Float[Array, "B M V"], nodes: Int[Array, "B M"]) -> Float[Array, "B M V"]:
+        """Returns the changed logits after nodes, each by the node's own path."""
+        paths = jnp.take_along_axis(self.paths, nodes[..., None], 1)
+        return process(self.sampling.processors, self.states, paths, biased(logits, self.sampling))
+
+    def change_some(
+        self, logits: Float[Array, "B N V"], nodes: Int[Array, "B M"], tokens: Int[Array, "B M"]
+    ) -> Float[Array, "B M"]:
+        """Returns the changed logit of one token after each of some nodes, given the logits after all nodes."""
+        if self.sampling.processors:
+            after = self.change(jnp.take_along_axis(logits, nodes[..., None], 1), nodes)
+            return jnp.take_along_axis(after, tokens[..., None], 2)[..., 0]
+        raw, bias = logits[jnp.arange(len(nodes))[:, None], nodes, tokens], self.sampling.logit_bias
+        return raw if bias is None else raw + jnp.take_along_axis(bias, tokens, 1)
+
+
 def apply_rule(
-    rule: Rule, noise: RoundNoise, sampling: Sampling, logits: Float[Array, "B N V"], proposal: Proposal
+    rule: Rule,
+    noise: RoundNoise,
+    processing: Processing,
+    logits: Float[Array, "B N V"],
+    proposal: Proposal,
 ) -> tuple[Verdict, Finite]:
     """Returns where each row's walk ends and the token after it, and whether the logits of a path are finite.
 
     Args:
         rule: the rule; see `Rule`.
         noise: the noise of the round.
-        sampling: the rows' settings.
+        processing: the rows' settings and processors.
         logits: the target's logits after every node.
         proposal: the proposal, with one tree per row.
     """
-    tree, rows = proposal.tree, dataclasses.replace(sampling, logit_bias=None)
+    tree, rows = proposal.tree, processing.rest
     if rule.noise is Noise.SHARED:
 
         def after(nodes: Array) -> Array:
-            return scores(jnp.take_along_axis(logits, nodes[..., None], 1), sampling)
+            return scores(processing.change(jnp.take_along_axis(logits, nodes[..., None], 1), nodes), rows)
 
         def drawn_are_finite(path: Array, tokens: Array) -> Array:
             # If a score is NaN or +inf, argmax draws such a token, so checking the drawn token is enough.
-            drawn = logits[jnp.arange(len(path))[:, None], path, tokens]
-            if sampling.logit_bias is not None:
-                drawn = drawn + jnp.take_along_axis(sampling.logit_bias, tokens, 1)
+            drawn = processing.change_some(logits, path, tokens)
             return jnp.isfinite(temper_logits(drawn[..., None], rows)[..., 0])
 
         return cast(CoupledRule, rule)(after, noise.target_at, rows, proposal), drawn_are_finite
 
-    score = scores(logits, sampling)
+    nodes = jnp.broadcast_to(jnp.arange(logits.shape[1]), logits.shape[:2])
+    score = scores(processing.change(logits, nodes), rows)
     finite = jnp.isfinite(score.max(-1))
     law = log_law(jnp.where(finite[..., None], score, 0.0), rows)
     number = noise.uniform()
@@ -136,7 +182,7 @@ def apply_rule(
     node, weights = jax.vmap(stop)(law, drop_invalid_children(proposal), number)
     # The token is drawn with the noise of its position, as without a draft. No drafter reads it under such a rule.
     extra = noise.target_at(jnp.take_along_axis(tree.depths, node[:, None], 1))[:, 0]
-    extra = jnp.where((sampling.temperature < MIN_TEMPERATURE)[:, None], 0.0, extra)
+    extra = jnp.where((rows.temperature < MIN_TEMPERATURE)[:, None], 0.0, extra)
     verdict = Verdict(node, (weights + extra).argmax(-1).astype(jnp.int32))
     return verdict, lambda path, tokens: jnp.take_along_axis(finite, path, 1)
 

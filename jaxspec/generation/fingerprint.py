@@ -54,7 +54,11 @@ def describe_job(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
         stops: the stop strings.
     """
     decoder, lm = job.decoder, job.target.lm
-    sampling = {f.name: _numbers(getattr(job.sampling, f.name)) for f in dataclasses.fields(job.sampling)}
+    settings = {f.name: getattr(job.sampling, f.name) for f in dataclasses.fields(job.sampling)}
+    processors = settings.pop("processors")
+    sampling = {name: _numbers(value) for name, value in settings.items()}
+    if processors:  # left out without any, as before there were processors
+        sampling["processors"] = describe_static([one.rows(len(job.turns), lm.vocab) for one in processors])
     drafter_free = decoder.rule.noise is Noise.SHARED and not decoder.width_matched
     drafting = (decoder.drafter, decoder.schedule, decoder.width_matched or decoder.widths)
     return {

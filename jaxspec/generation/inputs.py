@@ -242,7 +242,7 @@ def mask_padding(target: Model, sampling: Sampling, batch: int) -> Sampling:
         return rows
     padding = jnp.where(jnp.arange(vocab) < known, 0.0, -jnp.inf)
     bias = padding if rows.logit_bias is None else rows.logit_bias + padding
-    return Sampling(rows.temperature, rows.top_k, rows.top_p, rows.min_p, jnp.broadcast_to(bias, (batch, vocab)))
+    return dataclasses.replace(rows, logit_bias=jnp.broadcast_to(bias, (batch, vocab)))
 
 
 def check_sampling(sampling: Any, rows: int, vocab: int) -> None:

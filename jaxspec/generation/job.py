@@ -115,7 +115,10 @@ class Job:
             per_row = not isinstance(value, Mapping) and np.ndim(value) == 1 + (name == "logit_bias")
             return np.asarray(value)[at] if per_row else value
 
-        sampling = Sampling(**{field.name: select(field.name) for field in dataclasses.fields(Sampling)})
+        names = [field.name for field in dataclasses.fields(Sampling) if field.name != "processors"]
+        settings = {name: select(name) for name in names}
+        processors = [one.rows(len(self.turns), self.target.lm.vocab) for one in self.sampling.processors]
+        sampling = Sampling(**settings, processors=jax.tree.map(lambda leaf: leaf[at], processors))
         request = inputs.make_request(
             [self.prompt(0)[:1] if row is None else self.prompt(row) for row in rows],
             self._keys(at),

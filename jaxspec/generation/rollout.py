@@ -4,6 +4,7 @@ Everything is traced except the number and the lengths of the texts, and the dra
 drafter may be the values of an outer program, so one compilation serves every training step.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.core import checks, sizes
-from jaxspec.core.laws import log_prob, scores, temper_logits
+from jaxspec.core.laws import biased, log_prob, scores, temper_logits
 from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups, manual_axes
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import as_key
+from jaxspec.core.processor import Beginning, process_text, read_text
 from jaxspec.core.records import Params, Window
 from jaxspec.core.sampling import Sampling, is_abstract
 from jaxspec.decode import lifecycle
@@ -48,6 +50,7 @@ class Rollout(NamedTuple):
     rounds: Int[Array, "R"]  # calls of the target
     logprobs: Logprobs  # of the new tokens, [R, N], zeros after the last; without alternatives
     sampling: Sampling  # the settings of each row
+    stop_ids: Int[Array, "R M"]  # the stop tokens of each row, padded with -1
 
     @property
     def drawn(self) -> Bool[Array, "R N"]:
@@ -176,7 +179,8 @@ def _draw(
         text = jnp.where(jnp.arange(size) < state.length[:, None], state.tokens[:, :size], 0)
         within = jnp.arange(new) < (state.length - state.start)[:, None]
         logprobs = jax.tree.map(lambda leaf: _masked(_aligned(leaf, state.start, new), within), state.logprobs)
-        return Rollout(text, state.start, state.length, state.status, state.round, logprobs, request.sampling)
+        of_state = text, state.start, state.length, state.status, state.round, logprobs
+        return Rollout(*of_state, request.sampling, request.stop_ids)
 
     return _over(mesh, draw, weights, request)
 
@@ -190,10 +194,14 @@ def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
     logits = lm.head(params, _aligned(features, rollout.start - 1, within.shape[1]))
     logits, token = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), rollout.new_tokens
     raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
-    score, untruncated = scores(logits, sampling), temper_logits(logits, sampling)
+    beginning = Beginning(lm.vocab, size, rollout.stop_ids)
+    states = read_text(sampling.processors, beginning, tokens, rollout.start, rollout.start)
+    logits = process_text(sampling.processors, states, token, biased(logits, sampling))
+    rest = dataclasses.replace(sampling, logit_bias=None, processors=())
+    score, untruncated = scores(logits, rest), temper_logits(logits, rest)
     chosen = jnp.take_along_axis(untruncated, token[..., None], -1)
     score = jnp.where(untruncated >= chosen, untruncated, score)  # top-k also keeps it
-    sampled = log_prob(score, token, sampling, drawn=True)
+    sampled = log_prob(score, token, rest, drawn=True)
     none = jnp.zeros((*token.shape, 0))
     return Logprobs(_masked(raw, within), _masked(sampled, within), none, none.astype(jnp.int32))
 

@@ -22,7 +22,7 @@ from jaxspec.core.topology import Dynamic, Topology, branching, chain, dynamic
 from jaxspec.errors import InvalidConfig
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.find import SHIPPED_FOLDER
-from jaxspec.registry import DRAFTERS, RULES, SCHEDULES, Members, find
+from jaxspec.registry import DRAFTERS, PROCESSORS, RULES, SCHEDULES, Members, find
 
 ROOT = pathlib.Path(__file__).parents[2]
 BLOCK = re.compile(r"(<!-- members: ([\w-]+) -->\n).*?(<!-- /members -->)", re.DOTALL)
@@ -71,10 +71,15 @@ def schedule_row(schedule: Any) -> list[str]:
     return [summary(schedule), listed(field.name for field in dataclasses.fields(schedule))]
 
 
+def processor_row(processor: Any) -> list[str]:
+    return [f"`jaxspec.{processor.__name__}`", summary(processor)]
+
+
 TABLES = {
     "drafters": ("drafter", DRAFTERS, ["what it proposes", "takes"], drafter_row),
     "rules": ("rule", RULES, ["what it does", "drafts are drawn with", "trees", "lossless"], rule_row),
     "schedules": ("schedule", SCHEDULES, ["what it does", "settings"], schedule_row),
+    "processors": ("processor", PROCESSORS, ["class", "what it does"], processor_row),
 }
 
 
@@ -87,7 +92,7 @@ def table(name: str) -> str:
 def render(kind: str, members: Members, columns: list[str], row: Any) -> str:
     lines = [[kind, *columns], ["---"] * (1 + len(columns))]
     for name in filter(members.own, members):
-        first = f"`{name}`" + " (default)" * (name == DEFAULTS[kind])
+        first = f"`{name}`" + " (default)" * (name == DEFAULTS.get(kind))
         lines.append([first, *row(find(kind, name))])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

@@ -145,7 +145,7 @@ def test_who_does_not_ask_has_none():
     got = generate(config, WEIGHTS, silent._replace(logprobs=jnp.full(2, False)), 128)
     assert all(not np.asarray(leaf).any() for leaf in got.logprobs)
     with pytest.raises(InvalidConfig, match="its first request had logprobs=None"):
-        extend(config.drafter, start(config, WEIGHTS, silent, 128), silent._replace(logprobs=jnp.full(2, True)))
+        extend(V, config.drafter, start(config, WEIGHTS, silent, 128), silent._replace(logprobs=jnp.full(2, True)))
 
 
 @pytest.mark.slow

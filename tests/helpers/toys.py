@@ -68,7 +68,9 @@ def whole(decoder, weights, request, capacity):
 
 
 def extend(decoder, weights, state, request):
-    return prefill(decoder, weights, _jitted(lifecycle.extend, (0,))(decoder.drafter, state, request))
+    return prefill(
+        decoder, weights, _jitted(lifecycle.extend, (0, 1))(decoder.target.vocab, decoder.drafter, state, request)
+    )
 
 
 def truncate(decoder, weights, state, length):
@@ -180,8 +182,13 @@ def all_noise(keys, length, vocab):
     return draw_gumbel(keys, jnp.broadcast_to(jnp.arange(length), (*keys.shape, length)), vocab)
 
 
-def by_hand(table: np.ndarray, request: Request, noise: np.ndarray, row: int) -> list[int]:
-    """The text of one row of a `TableLM`: its two last tokens give the logits, key and position the noise."""
+def by_hand(
+    table: np.ndarray, request: Request, noise: np.ndarray, row: int, change=lambda logits, text: logits
+) -> list[int]:
+    """The text of one row of a `TableLM`: its two last tokens give the logits, key and position the noise.
+
+    `change` is what processors do: it takes the logits and the text so far.
+    """
     bos, longest = table.shape[1], int(request.count[row] + request.new_tokens[row])
     sampling, text = request.sampling, np.asarray(request.tokens)[row, : int(request.count[row])].tolist()
     settings = [np.asarray(getattr(sampling, n))[row] for n in ("temperature", "top_k", "top_p", "min_p")]
@@ -189,7 +196,7 @@ def by_hand(table: np.ndarray, request: Request, noise: np.ndarray, row: int) ->
     stops = set(np.asarray(request.stop_ids)[row].tolist())
     while len(text) < longest:
         logits = table[text[-2] if len(text) > 1 else bos, text[-1]] + bias
-        text.append(draw(logits, noise[row, len(text)], *settings))
+        text.append(draw(change(logits, text), noise[row, len(text)], *settings))
         if text[-1] in stops:
             break
     return text

@@ -1,0 +1,191 @@
+"""The protocol of processors: changes of the target's logits by the text so far.
+
+A processor is a penalty, a list of forbidden words, or another function of the text before a token. The decoder applies
+it to the logits after every node of a drafted tree, each by the node's own path. The text is therefore that of plain
+decoding with the same processors, and a rejected branch leaves no trace.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.errors import InvalidConfig, shown
+
+
+class Beginning(NamedTuple):
+    """What a processor knows before it has read any text.
+
+    Attributes:
+        vocab: the size of the vocabulary, V.
+        slots: the largest number of tokens of a row's text, S.
+        stop_ids: the stop tokens of each row, padded with -1.
+    """
+
+    vocab: int
+    slots: int
+    stop_ids: Int[Array, "B M"]
+
+
+@runtime_checkable
+class Processor(Protocol):
+    """Changes the logits after a text: an immutable pytree (`jax.tree_util.register_dataclass`) of settings.
+
+    Leaves are arrays, so that another value does not compile again. Everything else is static. Sampling settings hold
+    processors (`jaxspec.Sampling(processors=...)`).
+    """
+
+    def rows(self, batch: int, vocab: int) -> Self:
+        """Returns the checked settings with a leading axis of `batch` rows in every leaf.
+
+        Raises:
+            InvalidConfig, TokenOutOfRange: a setting is out of range; the message names it. Traced values are not
+                checked.
+        """
+        ...
+
+    def init(self, beginning: Beginning) -> Any:
+        """Returns the state of an empty text; every leaf has a leading axis of rows."""
+        ...
+
+    def absorb(self, state: Any, tokens: Int[Array, "B M"], count: Int[Array, "B"], start: Int[Array, "B"]) -> Any:
+        """Returns the state after more text.
+
+        Args:
+            state: the state before.
+            tokens: the text that follows, padded.
+            count: the number of tokens of each row that are text.
+            start: the index in `tokens` of the first new token; tokens before it belong to the prompt. It may be
+                negative or greater than `count`.
+        """
+        ...
+
+    def apply(self, state: Any, path: Int[Array, "B N D"], logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
+        """Returns the changed logits after some texts: the absorbed text of the row, and then a path.
+
+        The result for a text must not depend on how the text is divided into absorbed text and path, not even in its
+        bits. -inf forbids a token.
+
+        Args:
+            state: the state of the absorbed text.
+            path: the tokens after the absorbed text; -1 after the end of a path.
+            logits: the logits after each path, in float32 at least.
+        """
+        ...
+
+
+def check_processors(processors: Any) -> tuple[Processor, ...]:
+    """Returns processors as a tuple.
+
+    Raises:
+        InvalidConfig: the value is not a sequence of processors.
+    """
+    listed = isinstance(processors, Sequence) and not isinstance(processors, str)
+    if not listed or not all(isinstance(one, Processor) and not isinstance(one, type) for one in processors):
+        raise InvalidConfig(
+            "processors must be a list of processors, such as [jaxspec.RepetitionPenalty(1.1)], got "
+            f"{shown(processors)}"
+        )
+    return tuple(processors)
+
+
+def read_text(
+    processors: Sequence[Processor],
+    beginning: Beginning,
+    tokens: Int[Array, "B S"],
+    length: Int[Array, "B"],
+    start: Int[Array, "B"],
+) -> tuple[Any, ...]:
+    """Returns the states of processors after a whole text.
+
+    Args:
+        processors: the processors, with a setting for each row.
+        beginning: see `Beginning`.
+        tokens: prompt and text, padded.
+        length: the length of prompt and text.
+        start: the position of the first new token.
+    """
+    return tuple(one.absorb(one.init(beginning), tokens, length, start) for one in processors)
+
+
+def absorb_all(
+    processors: Sequence[Processor],
+    states: Sequence[Any],
+    tokens: Int[Array, "B M"],
+    count: Int[Array, "B"],
+    start: Int[Array, "B"],
+) -> tuple[Any, ...]:
+    """Returns the states of processors after more text; see `Processor.absorb`."""
+    return tuple(one.absorb(state, tokens, count, start) for one, state in zip(processors, states, strict=True))
+
+
+def process(
+    processors: Sequence[Processor], states: Sequence[Any], path: Int[Array, "B N D"], logits: Float[Array, "B N V"]
+) -> Float[Array, "B N V"]:
+    """Applies processors one after another to logits that include the bias; see `Processor.apply`."""
+    for one, state in zip(processors, states, strict=True):
+        logits = one.apply(state, path, logits)
+    return logits
+
+
+def process_text(
+    processors: Sequence[Processor],
+    states: Sequence[Any],
+    tokens: Int[Array, "B N"],
+    logits: Float[Array, "B N V"],
+) -> Float[Array, "B N V"]:
+    """Applies processors to the logits of every token of a text, as if the text were decoded token by token.
+
+    Args:
+        processors: the processors, with a setting for each row.
+        states: their states after the text before the tokens.
+        tokens: new tokens.
+        logits: the logits that each of the tokens was drawn from.
+    """
+    if not processors:
+        return logits
+    rows = len(tokens)
+    nothing, one, zero = jnp.zeros((rows, 1, 0), jnp.int32), jnp.ones((rows,), jnp.int32), jnp.zeros((rows,), jnp.int32)
+
+    def step(states: tuple[Any, ...], inputs: tuple[Array, Array]) -> tuple[tuple[Any, ...], Array]:
+        token, before = inputs
+        changed = process(processors, states, nothing, before[:, None])[:, 0]
+        return absorb_all(processors, states, token[:, None], one, zero), changed
+
+    return jnp.moveaxis(lax.scan(step, tuple(states), (tokens.T, jnp.moveaxis(logits, 1, 0)))[1], 0, 1)
+
+
+def count_tokens(
+    counts: Int[Array, "B V"], tokens: Int[Array, "B M"], counted: Bool[Array, "B M"]
+) -> Int[Array, "B V"]:
+    """Adds tokens to the counts of each row."""
+    row = jnp.arange(len(tokens))[:, None]
+    return counts.at[row, jnp.where(counted, tokens, counts.shape[1])].add(1, mode="drop")
+
+
+def place(
+    logits: Float[Array, "B N V"], tokens: Int[Array, "B N M"], values: Float[Array, "B N M"] | float
+) -> Float[Array, "B N V"]:
+    """Writes values into the logits of tokens; tokens below 0 are left out."""
+    row, node = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[None, :, None]
+    return logits.at[row, node, jnp.where(tokens < 0, logits.shape[2], tokens)].set(values, mode="drop")
+
+
+def last_tokens(last: Int[Array, "B L"], path: Int[Array, "B N D"]) -> Int[Array, "B N L"]:
+    """Returns the last L tokens of each text, the last one at the end; -1 before the beginning of a text.
+
+    Args:
+        last: the last tokens of the absorbed text.
+        path: the tokens after it; -1 after the end of a path.
+    """
+    whole = jnp.concatenate([jnp.broadcast_to(last[:, None], (*path.shape[:2], last.shape[1])), path], -1)
+    depth = (path >= 0).sum(-1)[..., None]
+    return jnp.take_along_axis(whole, depth + jnp.arange(last.shape[1]), -1)
+
+
+def keep_last(last: Int[Array, "B L"], tokens: Int[Array, "B M"], count: Int[Array, "B"]) -> Int[Array, "B L"]:
+    """Returns the last L tokens after more text; see `last_tokens`."""
+    path = jnp.where(jnp.arange(tokens.shape[1]) < count[:, None], tokens, -1)
+    return last_tokens(last, path[:, None])[:, 0]

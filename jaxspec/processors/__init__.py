@@ -1,0 +1,1 @@
+"""Processors: penalties, forbidden words and minimum lengths; see `jaxspec.core.processor`."""

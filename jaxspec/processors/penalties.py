@@ -1,0 +1,123 @@
+"""Penalties for tokens that the text already has: repetition, presence and frequency."""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxspec.core.processor import Beginning, count_tokens, place
+from jaxspec.core.sampling import Limits, spread_setting
+
+_MAX = float(np.finfo(np.float32).max)
+
+
+class _Penalty:
+    """A penalty that depends on how often a token occurs. Its state is the number of occurrences of every token."""
+
+    of_prompt: ClassVar[bool]  # whether occurrences in the prompt count
+    strength: Any
+
+    def _change(self, logits: Array, counts: Array) -> Array:
+        """Returns the changed logits of tokens, by their numbers of occurrences."""
+        raise NotImplementedError
+
+    def init(self, beginning: Beginning) -> Int[Array, "B V"]:
+        return jnp.zeros((len(beginning.stop_ids), beginning.vocab), jnp.int32)
+
+    def absorb(
+        self, state: Int[Array, "B V"], tokens: Int[Array, "B M"], count: Int[Array, "B"], start: Int[Array, "B"]
+    ) -> Int[Array, "B V"]:
+        index = jnp.arange(tokens.shape[1])
+        counted = index < count[:, None]
+        return count_tokens(state, tokens, counted if self.of_prompt else counted & (index >= start[:, None]))
+
+    def apply(
+        self, state: Int[Array, "B V"], path: Int[Array, "B N D"], logits: Float[Array, "B N V"]
+    ) -> Float[Array, "B N V"]:
+        out = self._change(logits, state[:, None])
+        if not path.shape[2]:
+            return out
+        again = (path[..., :, None] == path[..., None, :]).sum(-1)  # occurrences of each token of a path in the path
+        at = jnp.maximum(path, 0)
+        before = jnp.take_along_axis(state, at.reshape(len(at), -1), 1).reshape(at.shape)
+        return place(out, path, self._change(jnp.take_along_axis(logits, at, 2), before + again))
+
+    def _column(self) -> Float[Array, "B 1 1"]:
+        return self.strength[:, None, None]
+
+
+def _member(cls: type) -> Any:
+    """Makes a class an immutable pytree whose strength is data."""
+    made = dataclasses.dataclass(frozen=True)(cls)
+    return jax.tree_util.register_dataclass(made, data_fields=["strength"], meta_fields=[])
+
+
+def _spread(penalty: Any, name: str, limits: Limits, batch: int) -> Any:
+    return dataclasses.replace(penalty, strength=spread_setting(name, penalty.strength, limits, batch))
+
+
+@_member
+class RepetitionPenalty(_Penalty):
+    """Divides the positive logits of tokens of prompt and text by the strength, and multiplies the negative ones.
+
+    This is the penalty of CTRL (arXiv:1909.05858, section 4.1) in the form of Hugging Face's transformers.
+
+    Attributes:
+        strength: one number, or one for each row; 1 changes nothing, and greater numbers make repetitions less likely.
+    """
+
+    of_prompt = True
+    strength: Any
+
+    def rows(self, batch: int, vocab: int) -> Self:
+        limits = np.float32, lambda v: (v > 0) & (v <= _MAX), "finite and above 0"
+        return _spread(self, "the strength of RepetitionPenalty", limits, batch)
+
+    def _change(self, logits: Array, counts: Array) -> Array:
+        strength = self._column()
+        penalised = jnp.where(logits > 0, logits / strength, logits * strength)
+        return jnp.where((counts > 0) & (strength != 1), penalised, logits)
+
+
+@_member
+class PresencePenalty(_Penalty):
+    """Subtracts the strength from the logits of tokens of the new text, as OpenAI's API and vLLM do.
+
+    Attributes:
+        strength: one number, or one for each row; 0 changes nothing, and negative numbers favour repetitions.
+    """
+
+    of_prompt = False
+    strength: Any
+
+    def rows(self, batch: int, vocab: int) -> Self:
+        limits = np.float32, lambda v: np.abs(v) <= _MAX, "finite"
+        return _spread(self, "the strength of PresencePenalty", limits, batch)
+
+    def _change(self, logits: Array, counts: Array) -> Array:
+        return jnp.where(counts > 0, logits - self._column(), logits)
+
+
+@_member
+class FrequencyPenalty(_Penalty):
+    """Subtracts the strength times the number of occurrences in the new text, as OpenAI's API and vLLM do.
+
+    Attributes:
+        strength: one number, or one for each row; 0 changes nothing, and negative numbers favour repetitions.
+    """
+
+    of_prompt = False
+    strength: Any
+
+    def rows(self, batch: int, vocab: int) -> Self:
+        limits = np.float32, lambda v: np.abs(v) <= _MAX, "finite"
+        return _spread(self, "the strength of FrequencyPenalty", limits, batch)
+
+    def _change(self, logits: Array, counts: Array) -> Array:
+        # Without the barrier, a compiler may compute product and difference as one operation that rounds once, in some
+        # programs and not in others.
+        return logits - lax.optimization_barrier(self._column() * counts)
