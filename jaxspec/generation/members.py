@@ -20,7 +20,7 @@ from jaxspec.core.schedule import Schedule
 from jaxspec.core.tree import TreeShape, build
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Request, Weights
-from jaxspec.decode.verify import apply_rule
+from jaxspec.decode.verify import Processing, apply_rule
 from jaxspec.errors import InvalidConfig, JaxspecError
 from jaxspec.registry import find
 
@@ -83,7 +83,8 @@ def _trace_rule(rule: Rule, shape: TreeShape, law: bool, vocab: int) -> None:
         tree = jax.tree.map(lambda leaf: leaf[None], build(parents, shape))
         key, roots = jax.random.key(0)[None], jnp.ones(1, jnp.int32)
         noise, settings = RoundNoise(key, roots, jnp.bool_(True), vocab), Sampling(temperature=1.0).rows(1, vocab)
-        return apply_rule(rule, noise, settings, logits, Proposal(tokens, tree, drawn if law else None))[0]
+        proposal = Proposal(tokens, tree, drawn if law else None)
+        return apply_rule(rule, noise, Processing.of(settings, (), proposal), logits, proposal)[0]
 
     ids = jax.ShapeDtypeStruct((1, shape.nodes), jnp.int32)
     scores = jax.ShapeDtypeStruct((1, shape.nodes, vocab), jnp.float32)

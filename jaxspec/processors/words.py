@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.checks import index
 from jaxspec.core.processor import Beginning, keep_last, last_tokens, place
-from jaxspec.core.sampling import spread_setting
+from jaxspec.core.sampling import check_setting, spread_setting
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 
@@ -63,6 +63,9 @@ class BadWords:
         return made
 
 
+NAME = "the size of NoRepeatNgram"
+
+
 class TextState(NamedTuple):
     """The text of each row, and its length."""
 
@@ -77,7 +80,7 @@ class NoRepeatNgram:
 
     Attributes:
         size: n, the number of tokens, one number or one for each row; 0 changes nothing.
-        longest: the largest size; `rows` finds it.
+        longest: the largest size of any row of a job, of which all batches are one program; `rows` finds it.
     """
 
     size: Any
@@ -85,12 +88,12 @@ class NoRepeatNgram:
 
     def rows(self, batch: int, vocab: int) -> Self:
         limits = np.int32, lambda v: (v >= 0) & (v <= _LONGEST), f"a whole number from 0 (off) to {_LONGEST}"
-        size = spread_setting("the size of NoRepeatNgram", self.size, limits, batch)
-        if isinstance(size, jax.core.Tracer):
-            if not self.longest:
-                raise InvalidConfig("the size of NoRepeatNgram must not be traced, because programs depend on it")
-            return dataclasses.replace(self, size=size)
-        return dataclasses.replace(self, size=size, longest=max(int(np.max(np.asarray(size), initial=0)), 1))
+        longest = self.longest
+        if not isinstance(self.size, jax.core.Tracer):
+            longest = max(int(np.max(check_setting(NAME, self.size, limits), initial=0)), longest, 1)
+        elif not longest:
+            raise InvalidConfig(f"{NAME} must not be traced, because programs depend on it")
+        return dataclasses.replace(self, size=spread_setting(NAME, self.size, limits, batch), longest=longest)
 
     def init(self, beginning: Beginning) -> TextState:
         batch = len(beginning.stop_ids)

@@ -33,7 +33,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Proposal, Window
 from jaxspec.decode.session import Session, clear_executables
-from jaxspec.decode.verify import apply_rule
+from jaxspec.decode.verify import Processing, apply_rule
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.generation.inputs import make_request, row_keys, stop_array
@@ -261,7 +261,8 @@ def rules(arguments) -> dict[str, Any]:
 
                 @jax.jit
                 def verdict(logits, tokens, law, rows, member=member, tree=tree):
-                    return apply_rule(member, noise, rows, logits, Proposal(tokens, tree, law))[0]
+                    proposal = Proposal(tokens, tree, law)
+                    return apply_rule(member, noise, Processing.of(rows, (), proposal), logits, proposal)[0]
 
                 calls[f"{label}: {rule}"] = (verdict, (logits, tokens, law, rows))
         calls["a sort of the logits"] = (jax.jit(lambda logits: jnp.sort(logits, -1)), (logits,))

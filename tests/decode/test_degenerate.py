@@ -19,7 +19,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import branching, chain
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
-from jaxspec.decode.verify import apply_rule, pick
+from jaxspec.decode.verify import Processing, apply_rule, pick
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.testing import ScriptedDrafter, TableLM, accepted_length, bias, random_laws
 
@@ -141,7 +141,7 @@ def verdicts(rule, logits, proposal, keys, **settings):
     scores = jnp.broadcast_to(logits, (batch, *logits.shape))
     any_sampled = jnp.asarray(bool((np.asarray(rows.temperature) > 0).any()))
     noise = RoundNoise(keys, jnp.full((batch,), 7), any_sampled, logits.shape[-1])
-    return APPLY(rule, noise, rows, scores, many)
+    return APPLY(rule, noise, Processing.of(rows, (), many), scores, many)
 
 
 @pytest.mark.parametrize("name", RULES)

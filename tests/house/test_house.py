@@ -21,7 +21,7 @@ FLOORS = (
     {"registry", "storage", "confined"},
     {"backend"},
     {"core"},
-    {"rules", "schedules", "decode", "analysis", "text", "kernels"},
+    {"rules", "schedules", "processors", "decode", "analysis", "text", "kernels"},
     {"models"},
     {"checkpoints"},
     {"heads"},
@@ -41,6 +41,7 @@ MEMBERS = {
     "rules": {"_siblings"},
     "drafters": {"_beam", "_fixed", "_grow", "_level", "_match", "_tapped", "_tree", "_window"},
     "schedules": {"_balance"},
+    "processors": set(),
 }
 """Packages whose modules know no other of them, and what they share."""
 
