@@ -5,13 +5,15 @@ expert is a gated MLP. A token's output is the sum of the outputs of its experts
 ascending order of the experts' indices: it does not depend on the order of the probabilities, which may be nearly
 equal. Some networks add a shared expert that reads every token.
 
-There are three forms of the same sum:
+There are four forms of the same sum:
 
 - `_with_kernel`: on a CPU, each expert that any token of the call has is read once, and multiplied by the rows that
   have it. A row's bits do not depend on the other rows.
 - `_with_loop`: a loop over the experts that any token of the call has. Each is read once, and multiplied by all rows.
 - `_grouped`: rows sorted by expert, and XLA's products of groups. It has gradients, and is faster for many rows on
   accelerators.
+- `_dense`: all experts times all rows, on GPUs, if many experts are read anyway. XLA:GPU (JAX 0.10) transposes the
+  matrices of all experts for its products of groups.
 
 Letters: N rows, E the width of the residual stream, X experts, k experts of a row, I the width of an expert, S devices
 that share the layer.
@@ -37,6 +39,8 @@ from jaxspec.models.packed import is_packed, unpack_param
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.rows import Fused, Gate
 
+MAX_DENSE_ROWS = 128
+"""The most rows that `_dense` multiplies; its outputs take memory for each row and expert."""
 NO_EXPERTS = "products='pallas' has no mixtures of experts; use 'xla'"
 
 
@@ -136,7 +140,11 @@ def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any)
     many = len(rows) * how.sizes.per_token > how.sizes.count
     grouped = many and how.shards == 1 and isinstance(gate_up, jax.Array)
     elsewhere = functools.partial(_grouped, how) if grouped else loop
-    return lax.platform_dependent(rows, logits, gate_up, down, cpu=loop, default=elsewhere)
+    # XLA:GPU copies each expert of the loop before its product, which moves three times the bytes.
+    most = 4 * len(rows) * how.sizes.per_token > how.sizes.count and len(rows) <= MAX_DENSE_ROWS
+    dense = most and how.shards == 1 and isinstance(gate_up, jax.Array)
+    on_gpu = functools.partial(_dense, how) if dense else elsewhere
+    return lax.platform_dependent(rows, logits, gate_up, down, cpu=loop, cuda=on_gpu, default=elsewhere)
 
 
 def _with_kernel(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
@@ -152,12 +160,17 @@ def route(sizes: Experts, logits: Float[Array, "N X"]) -> _Routes:
     return _Routes(*(jnp.take_along_axis(a, order, -1, mode="promise_in_bounds") for a in (chosen, weights)))
 
 
+def _weigh(sizes: Experts, logits: Float[Array, "N X"]) -> tuple[Bool[Array, "N X"], Float[Array, "N X"]]:
+    """Returns which experts each row has, and their weights, which are 0 elsewhere."""
+    routes = route(sizes, logits)
+    own: Bool[Array, "N k X"] = routes.chosen[..., None] == jnp.arange(sizes.count)
+    return own.any(1), jnp.where(own, routes.weights[..., None], 0).sum(1)
+
+
 def _with_loop(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
     """Computes the layer by a loop over the experts that any row has."""
     gate_up, down = (unpack_param(name, a) for name, a in zip(EXPERT_MATRICES, (gate_up, down)))
-    routes, count = route(how.sizes, logits), how.sizes.count
-    own: Bool[Array, "N k X"] = routes.chosen[..., None] == jnp.arange(count)
-    has, weights = own.any(1), jnp.where(own, routes.weights[..., None], 0).sum(1)
+    has, weights = _weigh(how.sizes, logits)
     used = has.any(0)
     order = jnp.argsort(~used)  # stable: the experts in use come first, in ascending order
 
@@ -193,6 +206,21 @@ def _grouped(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], 
     hidden = Gate(how.activation, how.shards)(product(rows[order // each], gate_up))
     out = product(hidden, down)[jnp.argsort(order)].reshape(count, each, -1)
     return (out * weights[..., None]).sum(1)
+
+
+def _dense(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Array, down: Array) -> Array:
+    """Computes the layer by one product of all experts with all rows, and one with their hidden units."""
+    has, weights = (a.T[..., None] for a in _weigh(how.sizes, logits))
+
+    def product(x: Float[Array, "X N I"], matrices: Float[Array, "X I O"]) -> Float[Array, "X N O"]:
+        precision = lax.Precision.HIGHEST if matrices.dtype == jnp.float32 else None
+        x = x.astype(matrices.dtype)
+        return jnp.einsum("xni,xio->xno", x, matrices, precision=precision, preferred_element_type=jnp.float32)
+
+    # With an axis of experts in both factors, XLA reads the matrices in their own order.
+    repeated = jnp.broadcast_to(rows, (how.sizes.count, *rows.shape))
+    out = product(Gate(how.activation, how.shards)(product(repeated, gate_up)), down)
+    return jnp.where(has, out * weights, 0).sum(0)
 
 
 def _product(rows: Float[Array, "N J"], matrix: Any) -> Float[Array, "N O"]:

@@ -289,6 +289,15 @@ class Program(NamedTuple):
     target: TransformerLM
     tokens: int
 
+    @property
+    def outputs_of_experts(self) -> set[int]:
+        """The numbers of elements of arrays with a row for each expert and token."""
+        config = self.target.config
+        if (experts := config.experts) is None:
+            return set()
+        widths = experts.width, 2 * experts.width, config.hidden_size
+        return {experts.count * self.tokens * width for width in widths}
+
     def experts_read(self, loop: hlo.Instruction) -> int:
         """Returns the iterations of a loop: the expected number of experts of its rows in a loop over experts, or 1."""
         config = self.target.config

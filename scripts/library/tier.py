@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,17 @@ HOST = ("infeed", "outfeed", "send", "recv", "send-done", "recv-done")
 
 
 def findings(
-    parts: dict[str, list[hlo.Instruction]], weights: Any, caches: Any, share: int = 1, tables: Any = ()
+    parts: dict[str, list[hlo.Instruction]],
+    weights: Any,
+    caches: Any,
+    share: int = 1,
+    tables: Any = (),
+    ignored: Collection[int] = (),
 ) -> list[str]:
     """What must not be in the program, and is.
 
     Of caches a device holds its share, of a matrix at least the half, and half of the rows of a drafter's tables.
+    Arrays with numbers of elements that are `ignored` may be written.
     """
     wrong = []
     loops = sum(one.op == "while" for one in parts["ENTRY"])
@@ -45,6 +51,7 @@ def findings(
     large = {leaf.size // part: "a matrix" for leaf in matrices for part in {1, min(share, 2)}}
     large |= {leaf.size // leaf.shape[0] // part: AN_EXPERT for leaf in experts for part in {1, min(share, 2)}}
     large |= {leaf.size // share: "a whole cache" for leaf in jax.tree.leaves(caches)}
+    large = {size: what for size, what in large.items() if size not in ignored}
     kept = {(leaf.shape[0] // min(share, 2), *leaf.shape[1:]) for leaf in jax.tree.leaves(tables)}
     for name in hlo.reached(parts):
         for one in parts[name]:
@@ -90,7 +97,7 @@ def report(case: Case, chip: "Chip", program: Program) -> dict[str, Any]:
     read = int(count_bytes(matrices, program.target.config.experts, program.tokens)) // (2 if case.mesh else 1)
     held = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 5]
     tables = [leaf for leaf in jax.tree.leaves(state.draft) if leaf.ndim < 5 and leaf.size > LARGE / 4]
-    wrong = findings(program.parts, weights, held, share, tables)
+    wrong = findings(program.parts, weights, held, share, tables, program.outputs_of_experts)
     if memory.alias_size_in_bytes < caches:
         wrong.append(f"{memory.alias_size_in_bytes} bytes are updated in place, the caches have {caches}")
     loop = next(one for one in program.parts["ENTRY"] if one.op == "while")
