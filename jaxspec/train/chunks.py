@@ -5,8 +5,8 @@ all positions would be the largest arrays of a training step.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,50 +18,77 @@ POSITIONS_AT_ONCE = 512
 """Number of positions of each device whose logits exist at once. TPUs and GPUs need a few hundred rows to multiply
 for about as long as they read a matrix."""
 
-Judge = Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]
-"""A function from learned parameters, states `[B, A, ...]`, data `[B, A, ...]` and constants to a sum over positions,
-and to values of each position `[B, A]`."""
+
+class Judge(Protocol):
+    """The loss of some positions in several steps, static and hashable; see `sum_in_chunks`."""
+
+    def prepare(self, data: list[Any], constants: Any) -> list[Any]:
+        """Returns what the steps share or have in advance, without gradients: one value for each step."""
+        ...
+
+    def judge(
+        self, i: int, learned: Any, states: Any, data: Any, prepared: Any, constants: Any
+    ) -> tuple[jax.Array, Any]:
+        """Returns the sum of step `i` over positions `[B, A]`, and values of each position."""
+        ...
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def sum_in_chunks(
-    judge: Judge, size: int, learned: Any, states: Any, data: Any, constants: Any
-) -> tuple[jax.Array, Any]:
-    """Returns the sum and the values of `judge` over all positions, computed for `size` positions of a row at a time.
+    judge: Judge, size: int, learned: Any, states: list[Any], data: list[Any], constants: Any
+) -> tuple[jax.Array, list[Any]]:
+    """Returns the sum and the values of several steps over all positions, `size` positions of a row at a time.
 
-    The sum has gradients with respect to `learned` and `states`; the values have none. The gradients are computed
-    together with the sum, while the logits of a chunk exist. A backward pass therefore neither keeps nor recomputes
-    logits. The gradient of a state depends on its own position only, and takes the memory of the state.
+    The sum has gradients with respect to `learned` and `states`; the values have none. The gradients of a step are
+    computed together with its sum, while its logits exist, and before the next step begins. A backward pass therefore
+    neither keeps nor recomputes logits. The gradient of a state depends on its own position only, and takes the memory
+    of the state.
 
     Args:
-        judge: the function.
+        judge: the steps.
         size: number of positions of a chunk.
-        learned: parameters of `judge`.
-        states: arrays `[B, A, ...]`.
-        data: arrays `[B, A, ...]` without a gradient. They are padded with 0 at the end, which must add 0 to the sum.
+        learned: parameters of the steps.
+        states: for each step, arrays `[B, A, ...]`.
+        data: for each step, arrays `[B, A, ...]` without a gradient. They are padded with 0 at the end, which must add
+            0 to the sum.
         constants: arrays that all chunks share, without a gradient.
     """
 
     def add(total: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        value, outputs = judge(learned, chunk[0], chunk[1], constants)
-        return total + value, outputs
+        outputs: list[Any] = []
+        for i, (state, datum, prepared) in enumerate(_steps(judge, chunk, constants)):
+            state, total = lax.optimization_barrier((state, total))  # one step after the other
+            value, output = judge.judge(i, learned, state, datum, prepared, constants)
+            total, outputs = total + value, [*outputs, output]
+        return total, outputs
 
     return _scan(add, jnp.float32(0), size, (states, data))
 
 
 def _sum_with_gradients(
-    judge: Judge, size: int, learned: Any, states: Any, data: Any, constants: Any
+    judge: Judge, size: int, learned: Any, states: list[Any], data: list[Any], constants: Any
 ) -> tuple[tuple[jax.Array, Any], tuple[Any, Any]]:
-    compute = jax.value_and_grad(judge, argnums=(0, 1), has_aux=True)
-
     def add(total: tuple, chunk: Any) -> tuple[tuple, Any]:
-        (value, outputs), (of_learned, of_states) = compute(learned, *chunk, constants)
-        of_learned = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), of_learned)
-        return jax.tree.map(jnp.add, total, (value, of_learned)), (outputs, of_states)
+        outputs, of_states = [], []
+        for i, (state, datum, prepared) in enumerate(_steps(judge, chunk, constants)):
+            state, total = lax.optimization_barrier((state, total))  # one step after the other
+            compute = jax.value_and_grad(functools.partial(judge.judge, i), argnums=(0, 1), has_aux=True)
+            (value, output), (of_learned, of_state) = compute(learned, state, datum, prepared, constants)
+            of_learned = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), of_learned)
+            total = jax.tree.map(jnp.add, total, (value, of_learned))
+            outputs.append(output)
+            of_states.append(of_state)
+        return total, (outputs, of_states)
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), learned)
     (total, of_learned), (outputs, of_states) = _scan(add, (jnp.float32(0), zeros), size, (states, data))
     return (total, outputs), (jax.tree.map(lambda g, leaf: g.astype(leaf.dtype), of_learned, learned), of_states)
+
+
+def _steps(judge: Judge, chunk: tuple[list[Any], list[Any]], constants: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Returns the states, the data and the prepared value of each step of a chunk."""
+    states, data = chunk
+    return zip(states, data, judge.prepare(data, constants), strict=True)
 
 
 def _scale_gradients(judge: Judge, size: int, gradients: tuple, cotangents: tuple) -> tuple[Any, Any, None, None]:

@@ -16,7 +16,6 @@ With a reduced vocabulary, KL renormalises the target's law on the drafted token
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -251,45 +250,49 @@ class _Judge:
     first: int
     consecutive: bool
 
-    def __call__(
-        self, learned: tuple[Any, Any], states: list[Any], labels: list[_Labels], constants: _Constants
-    ) -> tuple[Float[Array, ""], list[_Judged]]:
-        """Returns the weighted sum of all losses, and what is known of the guesses; see `sum_in_chunks`."""
-        settings, trainee, frozen = self.settings, self.trainee, constants.frozen
-        projection, rows = learned
-        rows = frozen.rows if rows is None else rows
-        total, judged, laws = jnp.float32(0), [], self._laws(labels, constants)
-        for i, (state, label, law) in enumerate(zip(states, labels, laws)):
-            step = self.first + i
-            logits, row = trainee.logits(projection, rows, step, state), jnp.maximum(label.row, 0)
-            loss = compute_loss(
-                settings.loss, logits, label.row if settings.loss == "ce-l1" else row, law, settings.ce_share
-            )
-            # Losses that are not counted may be NaN.
-            loss = jnp.where(label.counted, loss, 0.0)
-            total = total + constants.weights[step] * loss.sum()
-            same = None
-            if trainee.blocks is not None and law is not None:
-                same = lax.stop_gradient(compute_acceptance(logits, law))
-            own = jnp.take_along_axis(logits, row[..., None], -1)
-            judged.append(_Judged(lax.stop_gradient(loss), (logits > own).sum(-1), same))
-        return total, judged
+    def prepare(self, data: list[_Labels], constants: _Constants) -> list[Array | None]:
+        """Returns, for each step, the target's law of the token that it guesses, which consecutive positions share.
 
-    def _laws(self, labels: list[_Labels], constants: _Constants) -> Iterator[Float[Array, "B A R"] | None]:
-        """Yields the target's law of the token that each step guesses."""
+        For other positions, it returns the features that the law is computed from; None if the loss needs no law.
+        """
+        steps = range(self.first, self.first + len(data))
         if not has_law(self.settings, self.trainee):
-            yield from [None] * len(labels)
-            return
-        anchor, features = labels[0].anchor, constants.features
-        count, steps = anchor.shape[1], range(self.first, self.first + len(labels))
+            return [None for _ in steps]
+        anchor, features, frozen = data[0].anchor, constants.features, constants.frozen
+        count = anchor.shape[1]
         if self.consecutive:  # one law of each position for all steps
             near = lax.dynamic_slice_in_dim(features, anchor[0, 0] + 1 + self.first, count + len(steps) - 1, axis=1)
-            law = lax.stop_gradient(target_law(constants.frozen, near))
-            yield from (law[:, i : i + count] for i in range(len(steps)))
-            return
-        for step in steps:
-            near = jnp.take_along_axis(features, (anchor + 1 + step)[..., None], axis=1)
-            yield lax.stop_gradient(target_law(constants.frozen, near))
+            law = lax.stop_gradient(target_law(frozen, near))
+            return [law[:, i : i + count] for i in range(len(steps))]
+        return [jnp.take_along_axis(features, (anchor + 1 + step)[..., None], axis=1) for step in steps]
+
+    def judge(
+        self,
+        i: int,
+        learned: tuple[Any, Any],
+        states: Any,
+        data: _Labels,
+        prepared: Array | None,
+        constants: _Constants,
+    ) -> tuple[Float[Array, ""], _Judged]:
+        """Returns the weighted sum of the losses of a step, and what is known of its guesses."""
+        settings, trainee, law, step = self.settings, self.trainee, prepared, self.first + i
+        projection, rows = learned
+        rows = constants.frozen.rows if rows is None else rows
+        if law is not None and not self.consecutive:
+            law = lax.stop_gradient(target_law(constants.frozen, law))
+        logits, row = trainee.logits(projection, rows, step, states), jnp.maximum(data.row, 0)
+        loss = compute_loss(
+            settings.loss, logits, data.row if settings.loss == "ce-l1" else row, law, settings.ce_share
+        )
+        # Losses that are not counted may be NaN.
+        loss = jnp.where(data.counted, loss, 0.0)
+        same = None
+        if trainee.blocks is not None and law is not None:
+            same = lax.stop_gradient(compute_acceptance(logits, law))
+        own = jnp.take_along_axis(logits, row[..., None], -1)
+        judged = _Judged(lax.stop_gradient(loss), (logits > own).sum(-1), same)
+        return constants.weights[step] * loss.sum(), judged
 
 
 def weigh_losses(
