@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.backend.layout import gpu_dependent
-from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, PreparedSampling, Sampling
 
 _BLOCK = 128
 _HALVINGS = 6
@@ -33,17 +33,20 @@ def scores(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B
     """Returns scores of `temper_logits`, with tokens outside the top k at -inf."""
     score = temper_logits(logits, sampling)
 
-    def limited() -> Array:
+    def find_lowest() -> Array:
         k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, score.shape[-1]), score.shape[-1])[:, None]
-        # NaN must stay in the scores, because the health check of the loop looks for it.
-        return jnp.where(score < kth_highest(score, k)[..., None], -jnp.inf, score)
+        return kth_highest(temper_logits(logits, sampling), k)
 
-    return lax.cond(jnp.any(sampling.top_k > 0), limited, lambda: score)
+    # The conditional neither reads nor returns the scores, because XLA would write all of them to memory for it.
+    unlimited = jnp.full(score.shape[:2], -jnp.inf, score.dtype)
+    lowest = lax.cond(PreparedSampling.of(sampling).any_top_k, find_lowest, lambda: unlimited)
+    # NaN must stay in the scores, because the health check of the loop looks for it.
+    return jnp.where(score < lowest[..., None], -jnp.inf, score)
 
 
 def kth_highest(values: Float[Array, "*b V"], k: Int[Array, "*c"]) -> Float[Array, "*b"]:
     """Returns the k-th highest value of each row."""
-    return _highest_where(values, lambda above: above.sum(-1) >= k, jnp.ones_like)
+    return _highest_where(values, lambda above: above.sum(-1) >= k, jnp.ones_like, unroll=True)
 
 
 def log_law(scores: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
@@ -184,11 +187,14 @@ def _log_min_p(sampling: Sampling) -> Float[Array, "*b"]:
     return jnp.log(jnp.minimum(sampling.min_p, 1.0))
 
 
-def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callable) -> Float[Array, "*b"]:
+def _highest_where(
+    values: Float[Array, "*b V"], spent: Callable, weigh: Callable, unroll: bool = False
+) -> Float[Array, "*b"]:
     """Returns the highest x such that `spent` is true of the weights of all values at or above x.
 
     Exact and without a sort: a binary search over the floats' bits. GPUs test four bits in each iteration, because the
-    cost of an iteration there is kernel launches rather than work. Returns NaN if there is no such x.
+    cost of an iteration there is kernel launches rather than work. Returns NaN if there is no such x. With `unroll`,
+    GPUs run the search without a loop, which saves launches, but compiles every iteration by itself.
     """
     integer = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
     limits, bits = jnp.iinfo(integer), lax.bitcast_convert_type(values, integer)
@@ -213,42 +219,41 @@ def _highest_where(values: Float[Array, "*b V"], spent: Callable, weigh: Callabl
     low = gpu_dependent(
         lowest,
         highest,
-        gpu=lambda *bounds: lax.fori_loop(0, limits.bits // 4, digit, bounds)[0],
+        gpu=lambda *bounds: lax.fori_loop(0, limits.bits // 4, digit, bounds, unroll=unroll)[0],
         default=lambda *bounds: lax.fori_loop(0, limits.bits, halve, bounds)[0],
     )
     return lax.bitcast_convert_type(low ^ ((low >> (limits.bits - 1)) & limits.max), values.dtype)
 
 
-def choose(scores: Float[Array, "N V"], noise: Float[Array, "N V"], sampling: Sampling) -> Int[Array, "N"]:
-    """Draws the token after every node of one row: the highest `scores + noise` among tokens that top-p and min-p keep.
+def choose(scores: Float[Array, "B N V"], noise: Float[Array, "B N V"], sampling: Sampling) -> Int[Array, "B N"]:
+    """Draws the token after every node: the highest `scores + noise` among the tokens that top-p and min-p keep.
 
     Top-p and min-p are checked for the drawn token alone. If it fails, it and all tokens without a higher score are
     excluded, and another token is drawn. The result is the same as if the law were truncated first. Most draws need
     only one check, while sorting a large vocabulary costs more than a step of a small model. `noise` is not read in
     greedy rows.
 
-    Every check excludes at least one more token, so there are at most V of them, whatever the scores and settings are.
+    Every check excludes at least one more token, and a token with the highest score is never excluded, so there are at
+    most V checks, whatever the scores and settings are.
     """
-    perturbed = jnp.where(sampling.temperature < MIN_TEMPERATURE, scores, scores + noise)
+    greedy = (sampling.temperature < MIN_TEMPERATURE)[:, None]
+    perturbed = jnp.where(greedy[..., None], scores, scores + noise)
 
     def check(state: tuple[Array, ...]) -> tuple[Array, ...]:
         # Without the barrier, XLA would compute in every call what only truncated laws need.
-        scores, perturbed, (checks, excluded, token, done) = lax.optimization_barrier((*laws, state))
+        scores, perturbed, (token, pending) = lax.optimization_barrier((*laws, state))
         top = scores.max(-1)
-        weights = jnp.exp(scores - top[:, None])
-        score = jnp.take_along_axis(scores, token[:, None], -1)[:, 0]
-        above = total(jnp.where(scores > score[:, None], weights, 0.0))
-        kept = (above < _budget(sampling) * total(weights)) & (score >= top + _log_min_p(sampling))
+        weights = jnp.exp(scores - top[..., None])
+        score = jnp.take_along_axis(scores, token[..., None], -1)[..., 0]
+        # The weights above the token and all weights are summed together, which saves launches on a GPU.
+        bounds = jnp.stack([score, jnp.full_like(score, -jnp.inf)])
+        above, whole = total(jnp.where(scores > bounds[..., None], weights, 0.0))
+        kept = (above < _budget(sampling)[:, None] * whole) & (score >= top + _log_min_p(sampling)[:, None])
         # A node whose scores are not finite draws only once; the loop's health check then ends the row.
-        done |= kept | ~jnp.isfinite(top) | jnp.isnan(score)
-        excluded = jnp.where(done, excluded, score)
-        drawn = first_highest(jnp.where(scores > excluded[:, None], perturbed, -jnp.inf))
-        return checks + 1, excluded, jnp.where(done, token, drawn), done
+        pending &= ~(kept | (score >= top) | ~jnp.isfinite(top) | jnp.isnan(score))
+        drawn = first_highest(jnp.where(scores > score[..., None], perturbed, -jnp.inf))
+        return jnp.where(pending, drawn, token), pending
 
-    def unfinished(state: tuple[Array, ...]) -> Array:
-        return (state[0] < scores.shape[-1]) & ~state[3].all()
-
-    laws, nodes = (scores, perturbed), scores.shape[:1]
-    untruncated = (sampling.temperature < MIN_TEMPERATURE) | ((sampling.top_p >= 1) & (sampling.min_p <= 0))
-    start = jnp.int32(0), jnp.full(nodes, -jnp.inf), first_highest(perturbed), jnp.full(nodes, untruncated)
-    return lax.while_loop(unfinished, check, start)[2]
+    laws, nodes = (scores, perturbed), scores.shape[:2]
+    start = first_highest(perturbed), jnp.broadcast_to(PreparedSampling.of(sampling).truncated[:, None], nodes)
+    return lax.while_loop(lambda state: state[1].any(), check, start)[0]

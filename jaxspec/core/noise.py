@@ -218,4 +218,4 @@ def _fold(key: Array, tag: int, numbers: tuple[Array, ...]) -> Array:
 
 def _fold_all(keys: Array, tag: int, numbers: tuple[Array, ...]) -> Array:
     """Returns the data of Threefry keys into which a tag and numbers are folded."""
-    return functools.reduce(threefry.fold_in, numbers, threefry.fold_in(jax.random.key_data(keys), tag))
+    return threefry.fold_in(jax.random.key_data(keys), tag, *numbers)

@@ -186,6 +186,32 @@ def spread_setting(name: str, given: Any, limits: Limits, batch: int) -> Array:
     return _broadcast(check_setting(name, given, limits, batch), (batch,))
 
 
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, repr=False)
+class PreparedSampling(Sampling):
+    """The settings of all rows, with what every round reads of them, which the loop computes once.
+
+    Attributes:
+        any_sampled: a scalar; whether any row samples.
+        any_top_k: a scalar; whether any row has a top-k.
+        truncated: `[B]`; whether a row samples with top-p or min-p.
+    """
+
+    any_sampled: Any = None
+    any_top_k: Any = None
+    truncated: Any = None
+
+    @classmethod
+    def of(cls, rows: Sampling) -> "PreparedSampling":
+        """Returns the prepared settings of rows; see `Sampling.rows`."""
+        if isinstance(rows, PreparedSampling):
+            return rows
+        sampled = rows.temperature >= MIN_TEMPERATURE
+        truncated = sampled & ((rows.top_p < 1) | (rows.min_p > 0))
+        fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(Sampling)}
+        return cls(**fields, any_sampled=sampled.any(), any_top_k=(rows.top_k > 0).any(), truncated=truncated)
+
+
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:
     """Broadcasts a value, with NumPy if possible: NumPy compiles nothing, but it cannot read traced values."""
     module = jnp if isinstance(value, jax.core.Tracer) else np

@@ -14,9 +14,9 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 
 
-def words(key: UInt32[Array, "... 2"], high: Array, low: Array) -> tuple[Array, Array]:
-    """Returns the two words that the generator makes from the two words of a counter."""
-    first, second = key[..., 0], key[..., 1]
+def words(key: tuple[Array, Array], high: Array, low: Array) -> tuple[Array, Array]:
+    """Returns the two words that the generator makes from the two words of a key and of a counter."""
+    first, second = key
     schedule = (first, second, first ^ second ^ PARITY)
     left, right = high + schedule[0], low + schedule[1]
     for step in range(5):
@@ -28,14 +28,18 @@ def words(key: UInt32[Array, "... 2"], high: Array, low: Array) -> tuple[Array, 
     return left, right
 
 
-def fold_in(key: UInt32[Array, "... 2"], number: Int[Array, "..."] | int) -> UInt32[Array, "... 2"]:
-    """Returns the data of `jax.random.fold_in(key, number)`."""
-    return jnp.stack(words(key, jnp.uint32(0), jnp.asarray(number, jnp.int32).astype(jnp.uint32)), -1)
+def fold_in(key: UInt32[Array, "... 2"], *numbers: Int[Array, "..."] | int) -> UInt32[Array, "... 2"]:
+    """Returns the data of `jax.random.fold_in(key, number)`, applied to one number after the other."""
+    pair = key[..., 0], key[..., 1]  # stacked at the end only, so that XLA:GPU folds all numbers in one kernel
+    for number in numbers:
+        pair = words(pair, jnp.uint32(0), jnp.asarray(number, jnp.int32).astype(jnp.uint32))
+    return jnp.stack(pair, -1)
 
 
 def bits(key: UInt32[Array, "... 2"], size: int, start: int = 0) -> UInt32[Array, "... S"]:
     """Returns the entries of `jax.random.bits(key, (start + size,), jnp.uint32)` from `start` on."""
-    left, right = words(key[..., None, :], jnp.uint32(0), jax.lax.iota(jnp.uint32, size) + np.uint32(start))
+    pair = key[..., 0, None], key[..., 1, None]
+    left, right = words(pair, jnp.uint32(0), jax.lax.iota(jnp.uint32, size) + np.uint32(start))
     return left ^ right
 
 

@@ -1,5 +1,6 @@
 """The end of a round: cuts its tokens, and updates text, drafter, schedule and log."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ from jaxspec.core.processor import absorb_all
 from jaxspec.core.records import Advance, Cache, Proposal, RoundResult, Seen, Status
 from jaxspec.core.schedule import Schedule
 from jaxspec.decode.state import Logprobs, RoundLog, State, Weights
+
+MAX_COMPARISONS = 16
+"""The largest number of stop ids that are compared one by one."""
 
 
 class Outcome(NamedTuple):
@@ -48,7 +52,7 @@ def cut(
         return jnp.where(marks.any(-1), marks.argmax(-1), steps.size)
 
     sound = jnp.minimum(reached + 1, first(~healthy))
-    stop = first((tokens[:, :, None] == state.stop_ids[:, None, :]).any(-1) & (steps < sound[:, None]))
+    stop = first(_is_any(tokens, state.stop_ids) & (steps < sound[:, None]))
     budget = state.limit - state.length
     running = state.status == Status.RUNNING
     count = jnp.where(running, jnp.minimum(jnp.minimum(sound, stop + 1), budget), 0)
@@ -56,7 +60,9 @@ def cut(
     status = jnp.where((sound <= reached) | (sound < 1), Status.ERROR, Status.RUNNING)
     status = jnp.where(count >= budget, Status.LENGTH, status)
     status = jnp.where(stop < count, Status.STOP, status)
-    return count, jnp.where(running, status, state.status).astype(jnp.int32)
+    status = jnp.where(running, status, state.status).astype(jnp.int32)
+    # With the barrier, XLA:GPU computes both numbers once, in one kernel.
+    return lax.optimization_barrier((count, status))
 
 
 def commit(
@@ -123,7 +129,18 @@ def commit(
     )
 
 
+def _is_any(tokens: Int[Array, "B D1"], ids: Int[Array, "B M"]) -> Bool[Array, "B D1"]:
+    """Returns whether each token is one of its row's ids."""
+    if ids.shape[1] > MAX_COMPARISONS:
+        return (tokens[:, :, None] == ids[:, None, :]).any(-1)
+    # XLA:GPU computes comparisons in the kernel that reads the result, and a reduction in a kernel of its own.
+    equal = (tokens == ids[:, i : i + 1] for i in range(ids.shape[1]))
+    return functools.reduce(jnp.logical_or, equal, jnp.zeros(tokens.shape, bool))
+
+
 def _write(rows: Array, new: Array, start: Array) -> Array:
     """Writes `new` into each row, from the row's own start on."""
+    if len(rows) == 1:  # XLA:GPU computes for other updates in kernels of their own whether they are inside the array
+        return lax.dynamic_update_slice(rows, new.astype(rows.dtype), (0, start[0], *[0] * (rows.ndim - 2)))
     put = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new.astype(row.dtype), at, 0))
     return put(rows, new, start)

@@ -24,7 +24,7 @@ from jaxspec.core.networks import CompiledTarget, LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
 from jaxspec.core.records import Cache, Context, Proposal, Status, Window
 from jaxspec.core.rule import Rule
-from jaxspec.core.sampling import MIN_TEMPERATURE
+from jaxspec.core.sampling import PreparedSampling
 from jaxspec.core.schedule import Constant, Schedule, check_widths
 from jaxspec.core.tree import TreeShape
 from jaxspec.decode import lifecycle, logprobs
@@ -132,17 +132,22 @@ class Decoder:
 
     def step(self, weights: Weights, state: State, max_depth: Array | int | None = None) -> State:
         """Runs one round: every running row drafts to `max_depth` at most, and commits 1 to D + 1 tokens."""
-        shape = self.drafter.shape
+        return self._run_round(weights, state, max_depth, PreparedSampling.of(state.sampling))
+
+    def _run_round(
+        self, weights: Weights, state: State, max_depth: Array | int | None, sampling: PreparedSampling
+    ) -> State:
+        """Computes `step`, with the settings of the state's rows."""
+        given, state, shape = state.sampling, state._replace(sampling=sampling), self.drafter.shape
         deepest = shape.depth if max_depth is None else jnp.minimum(max_depth, shape.depth)
-        any_sampled = jnp.any(state.sampling.temperature >= MIN_TEMPERATURE)
         running = state.status == Status.RUNNING
         limit = jnp.where(running, jnp.clip(self.schedule.limit(state.schedule), 0, deepest), 0)
 
-        noise = RoundNoise(state.key, state.length, any_sampled, self.target.vocab)
+        noise = RoundNoise(state.key, state.length, sampling.any_sampled, self.target.vocab)
         if self.rule.noise is Noise.SHARED and self.drafter.draws:
             noise = noise.share(shape.depth + 1, jnp.max(limit) + 1)
         count = functools.partial(self.schedule.count_nodes, state.schedule)
-        draw = Draw(self.rule.noise, noise, state.sampling, limit, self.schedule.stop_after, count)
+        draw = Draw(self.rule.noise, noise, sampling, limit, self.schedule.stop_after, count)
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
         proposal = complete_proposal(proposal, state.tokens, state.length, limit, self.target.vocab)
@@ -159,7 +164,8 @@ class Decoder:
         calls = [functools.partial(verify, width) for width in widths]
         outcome = _call(calls, (jnp.asarray(widths) < needed).sum(), state.cache)
         members, together = (self.drafter, self.schedule), self.rule.noise is Noise.SHARED
-        return commit(*members, weights, state._replace(draft=draft), proposal, outcome, drafted, together)
+        done = commit(*members, weights, state._replace(draft=draft), proposal, outcome, drafted, together)
+        return done._replace(sampling=given)
 
     def run(
         self,
@@ -184,15 +190,17 @@ class Decoder:
         least = jnp.maximum(jnp.max(least), 1)
         max_rounds = jnp.minimum(max_rounds, jnp.max(state.limit - state.length))
 
-        def unfinished(carry: tuple[State, Array]) -> Array:
-            state, rounds = carry
+        # A row that is running has run every round of this call, so the rows count the rounds.
+        first, sampling = state.round, PreparedSampling.of(state.sampling)
+
+        def unfinished(state: State) -> Array:
+            rounds = (state.round - first).max()
             return ((state.status == Status.RUNNING).sum() >= least) & (rounds < max_rounds)
 
-        def run_round(carry: tuple[State, Array]) -> tuple[State, Array]:
-            state, rounds = carry
-            return self.step(weights, state, max_depth), rounds + 1
+        def run_round(state: State) -> State:
+            return self._run_round(weights, state, max_depth, sampling)
 
-        return lax.while_loop(unfinished, run_round, (state, jnp.int32(0)))[0]
+        return lax.while_loop(unfinished, run_round, state)
 
     def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
         """Decodes one prompt or a batch to the last token; under `jax.vmap` it still runs one batched program."""

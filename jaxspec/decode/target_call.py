@@ -19,7 +19,10 @@ of the text, so the bits depend on this number."""
 def read(network: LanguageModel, params: Params, window: Window, cache: Cache) -> tuple[Float[Array, "B T E"], Entries]:
     """Returns what `network.apply` returns."""
     window, cache = lax.optimization_barrier((window, cache))
-    return lax.optimization_barrier(network.apply(params, window, cache))
+    features, entries = network.apply(params, window, cache)
+    if getattr(network, "kernels_write_entries", False):  # XLA may then copy entries into the cache in one kernel
+        return lax.optimization_barrier(features), entries
+    return lax.optimization_barrier((features, entries))
 
 
 def score(network: LanguageModel, params: Params, features: Float[Array, "B T E"]) -> Float[Array, "B T V"]:

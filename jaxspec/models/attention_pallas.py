@@ -82,8 +82,8 @@ def attend_pallas(
         arrays = _pad((flat * scale).astype(flat.dtype), rows, 2), *prefix, own, own, seen, limits
         out = _on_tpu(layer, spans, arrays, interpret)
     else:
-        arrays = _pad(flat, rows, 2), *prefix, own, own, seen, limits
-        out = _on_gpu(jnp.full(1, layer, jnp.int32), spans, arrays, interpret, scale)
+        arrays = _pad(flat, rows, 2), *prefix, own, own, _side_by_side(seen, limits, spans)
+        out = _on_gpu(jnp.full(1, layer, jnp.int32), arrays, interpret, scale)
     return out[:, :, : groups * tokens].reshape(batch, heads, groups, tokens, width)
 
 
@@ -133,9 +133,8 @@ def attend_rows(
     """
     check_pallas("gpu", queries.dtype, queries.shape[-1], interpret)
     spans, seen, limits = _limits(length, mask, first_seen, groups, "gpu")
-    return _on_gpu(
-        layer, spans, (queries, *prefix, *window, seen, limits), interpret, scale, mask.shape[1], groups, rows
-    )
+    table = _side_by_side(seen, limits, spans)
+    return _on_gpu(layer, (queries, *prefix, *window, table), interpret, scale, mask.shape[1], groups, rows)
 
 
 def _limits(
@@ -158,6 +157,12 @@ def _limits(
     limits = jnp.tile(jnp.stack([first, near], -1), (1, groups, 1)).astype(jnp.int32)
     seen = jnp.tile(mask, (1, groups, 1)).astype(jnp.int32)
     return spans, _pad(_pad(seen, rows, 1), GROUP_TOKENS, 2), _pad(limits, rows, 1)
+
+
+def _side_by_side(seen: Int[Array, "B R W"], limits: Int[Array, "B R 2"], spans: Int[Array, "B 4"]) -> Array:
+    """Returns the integers that a program reads, in one array `[B, R, W + 8]`, which XLA:GPU computes in one kernel."""
+    spans = jnp.broadcast_to(spans[:, None], (*seen.shape[:2], spans.shape[-1]))
+    return jnp.concatenate([seen, limits, spans, jnp.zeros_like(limits)], -1)
 
 
 def check_pallas(platform: str, dtype: Any, width: int, interpret: bool = False) -> None:
@@ -243,8 +248,7 @@ def _tpu_kernel(
 
     def far(rows: Any) -> None:
         seen = _cached(
-            limits,
-            rows,
+            [limits[rows, i : i + 1] for i in (0, 1)],
             (spans[row, 0] + step) * SLOTS_PER_PRODUCT["tpu"],
             SLOTS_PER_PRODUCT["tpu"],
             length,
@@ -266,7 +270,8 @@ def _tpu_kernel(
             def part(i: int) -> TokenGroup:
                 if i < 2:
                     scores = _dot(q[rows], as_values((k0, k1)[i][...]), transposed=True)
-                    mask = _cached(limits, rows, (spans[row, 3] + i) * GROUP_TOKENS, GROUP_TOKENS, length, before=False)
+                    near = [limits[rows, i : i + 1] for i in (0, 1)]
+                    mask = _cached(near, (spans[row, 3] + i) * GROUP_TOKENS, GROUP_TOKENS, length, before=False)
                 else:
                     own = pl.ds((i - 2) * GROUP_TOKENS, GROUP_TOKENS)
                     scores, mask = _own_scores(q[rows], own_k[own], own_v[own]), seen[rows, own] != 0
@@ -280,7 +285,6 @@ def _tpu_kernel(
 
 def _on_gpu(
     layer: Array,
-    spans: Array,
     arrays: Sequence[Array],
     interpret: bool,
     scale: float,
@@ -292,7 +296,7 @@ def _on_gpu(
 
     Args:
         layer: the index of the layer, an array of one number.
-        spans, arrays, interpret: the other inputs of the kernel.
+        arrays, interpret: the other inputs of the kernel.
         scale: the factor of the queries.
         tokens: the number of tokens of a row, to write the result of `attend_rows`; None to write heads.
         groups, rows: see `attend_rows`.
@@ -315,11 +319,10 @@ def _on_gpu(
         grid=(batch, heads, count // tile),
         in_specs=[
             pl.BlockSpec((1,), lambda b, h, i: (0,)),
-            pl.BlockSpec((None, 4), lambda b, h, i: (b, 0)),
             queries,
             *[cached] * 2,
             *own,
-            *[pl.BlockSpec((None, tile, size), lambda b, h, i: (b, i, 0)) for size in (window, 2)],
+            pl.BlockSpec((None, tile, arrays[-1].shape[-1]), lambda b, h, i: (b, i, 0)),
         ],
         out_specs=pl.BlockSpec(shape, lambda b, h, i: (0, 0)) if by_rows else queries,
         out_shape=jax.ShapeDtypeStruct(shape, flat.dtype if by_rows else jnp.float32),
@@ -327,35 +330,37 @@ def _on_gpu(
         interpret=interpret,
         name="attend",
     )
-    return kernel(layer, spans, *arrays)
+    return kernel(layer, *arrays)
 
 
 def _gpu_kernel(
-    layer_ref: Any, spans: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, seen: Any, limits: Any, out: Any, *,
+    layer_ref: Any, q: Any, k: Any, v: Any, own_k: Any, own_v: Any, table: Any, out: Any, *,
     scale: float, tokens: int | None, groups: int,
 ) -> None:  # fmt: skip
     queries = (q[...].astype(jnp.float32) * scale).astype(q.dtype)
-    layer, length, size, rows = layer_ref[0], spans[2], SLOTS_PER_PRODUCT["gpu"], slice(None)
+    layer, size, window = layer_ref[0], SLOTS_PER_PRODUCT["gpu"], own_k.shape[0]
+    limits = [table[:, window + i : window + i + 1] for i in range(2)]
+    begin, end, length, first_group = (table[0, window + 2 + i] for i in range(4))
 
     def far(block: Array, sums: SoftmaxSums) -> SoftmaxSums:
         slots = pl.ds(block * size, size)
-        cached = _cached(limits, rows, block * size, size, length, before=True)
+        cached = _cached(limits, block * size, size, length, before=True)
         return _join(sums, queries, as_values(k[layer, slots]), as_values(v[layer, slots]), cached)
 
     def near(i: int) -> TokenGroup:
-        start = (spans[3] + i) * GROUP_TOKENS
+        start = (first_group + i) * GROUP_TOKENS
         place = jnp.minimum(start, k.shape[1] - GROUP_TOKENS)
-        cached = _cached(limits, rows, start, GROUP_TOKENS, length, before=False)
+        cached = _cached(limits, start, GROUP_TOKENS, length, before=False)
         scores = _dot(queries, as_values(k[layer, pl.ds(place, GROUP_TOKENS)]), transposed=True)
         return scores, lambda j: as_values(v[layer, pl.ds(place + j, 1)]), cached
 
     def own(i: int) -> TokenGroup:
         part = pl.ds(i * GROUP_TOKENS, GROUP_TOKENS)
         scores = _own_scores(queries, own_k[part], own_v[part])
-        return scores, lambda j: own_v[pl.ds(i * GROUP_TOKENS + j, 1)], seen[rows, part] != 0
+        return scores, lambda j: own_v[pl.ds(i * GROUP_TOKENS + j, 1)], table[:, part] != 0
 
-    sums = lax.fori_loop(spans[0], spans[1], far, _nothing(*q.shape))
-    result = _finish(sums, [*map(near, range(2)), *map(own, range(own_k.shape[0] // GROUP_TOKENS))])
+    sums = lax.fori_loop(begin, end, far, _nothing(*q.shape))
+    result = _finish(sums, [*map(near, range(2)), *map(own, range(window // GROUP_TOKENS))])
     if tokens is None:
         out[...] = result
         return
@@ -371,13 +376,13 @@ def _nothing(rows: int, width: int) -> SoftmaxSums:
     return jnp.full((rows, 1), LOWEST_SCORE), jnp.zeros((rows, 1)), jnp.zeros((rows, width))
 
 
-def _cached(limits: Any, rows: Any, start: Array, count: int, length: Array, before: bool) -> Array:
+def _cached(limits: Sequence[Array], start: Array, count: int, length: Array, before: bool) -> Array:
     """Returns which of the `count` slots from `start` on each query sees.
 
     A query sees slots before its near part if `before` is True, and slots in its near part otherwise. The near part
     consists of the last tokens, which are added one after the other.
     """
-    first, near = (limits[rows, i : i + 1] for i in (0, 1))
+    first, near = limits
     slots = start + lax.broadcasted_iota(jnp.int32, (first.shape[0], count), 1)
     part = slots < near if before else slots >= near
     return part & (slots >= first) & (slots < length)

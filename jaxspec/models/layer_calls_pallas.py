@@ -179,12 +179,13 @@ class PallasCalls:
         raise InvalidConfig(NO_EXPERTS)
 
     def finish(self, read: PallasInput, norm: Norm) -> Float[Array, "B T E"]:
-        return split_rows(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)
+        features = products.normalize(read.x, norm.scale, norm.epsilon, read.batch * read.tokens)
+        return split_rows(features, read.batch, read.tokens)
 
     def logits(self, features: Float[Array, "B T E"], table: Array | Matrix) -> Float[Array, "B T V"]:
         batch, tokens, _ = features.shape
-        logits = split_rows(products.multiply(pad_rows(features), table, transposed=True), batch, tokens)
-        return shared_layers.gather_columns(logits, self.execution.shards)
+        logits = products.multiply(pad_rows(features), table, transposed=True, count=batch * tokens)
+        return shared_layers.gather_columns(split_rows(logits, batch, tokens), self.execution.shards)
 
     def _multiply_add(
         self, rows: Array, layer: Linear, residual: Array | None, scale: Array | None

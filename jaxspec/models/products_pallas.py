@@ -125,6 +125,7 @@ def prepare(x: Float[Array, "M E"], scale: Float[Array, "E"], *, interpret: bool
     static_argnames=(
         "epsilon",
         "transposed",
+        "count",
         "interpret",
     ),
 )
@@ -135,8 +136,9 @@ def multiply(
     epsilon: float = 0.0,
     bias: Float[Array, " O"] | None = None,
     transposed: bool = False,
+    count: int | None = None,
     interpret: bool = False,
-) -> Float[Array, "M O"]:
+) -> Float[Array, "N O"]:
     """Returns the product of rows and weights, in float32.
 
     Args:
@@ -145,6 +147,7 @@ def multiply(
         epsilon: the epsilon of the norm.
         bias: added to the outputs of every row.
         transposed: whether an array is `[O, I]`.
+        count: N, the number of rows of the result, without the padding; None for all M rows.
         interpret: whether to run the kernel as plain operations, on any device.
 
     Raises:
@@ -154,9 +157,15 @@ def multiply(
     product = _Product(rows, weight, form, transposed, epsilon, bias)
 
     def finish(sums: Sequence[Array], at: Any, read: Callable, outs: Sequence[Any]) -> None:
-        outs[0][at, :] = sums[0]
+        if count is None:
+            outs[0][at, :] = sums[0]
+            return
+        row, column = (lax.broadcasted_iota(jnp.int32, sums[0].shape, axis) for axis in (0, 1))
+        row += pl.program_id(0) * product.group + at.start
+        column += pl.program_id(1) * product.tile.outputs
+        triton.store(outs[0].at[row, column], sums[0], mask=row < count)
 
-    return product.run(finish, [(jnp.float32, None)], {}, interpret, "multiply")[0]
+    return product.run(finish, [(jnp.float32, None)], {}, interpret, "multiply", count)[0]
 
 
 @functools.partial(
@@ -322,14 +331,16 @@ def add_shares(
     jax.jit,
     static_argnames=(
         "epsilon",
+        "count",
         "interpret",
     ),
 )
 def normalize(
-    x: Float[Array, "M E"], scale: Float[Array, "E"], epsilon: float, *, interpret: bool = False
-) -> Float[Array, "M E"]:
-    """Applies RMSNorm; the bits of a row do not depend on the other rows."""
-    rows, width = x.shape
+    x: Float[Array, "M E"], scale: Float[Array, "E"], epsilon: float, count: int | None = None, *,
+    interpret: bool = False,
+) -> Float[Array, "N E"]:  # fmt: skip
+    """Applies RMSNorm to the first `count` rows, or to all of them; the bits of a row do not depend on other rows."""
+    rows, width = len(x) if count is None else count, x.shape[1]
 
     def kernel(x_ref: Any, scale_ref: Any, out_ref: Any) -> None:
         parts = _powers_of_two(width)
@@ -343,7 +354,7 @@ def normalize(
         grid=(rows,),
         in_specs=[row, pl.BlockSpec((width,), lambda i: (0,))],
         out_specs=row,
-        out_shape=jax.ShapeDtypeStruct(x.shape, jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((rows, width), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="normalize",
@@ -466,6 +477,7 @@ class _Product:
             )
         inputs = _tile(self.inputs // segments, tile.inputs, "inputs")
         self.tile = Tile(_tile(self.outputs, tile.outputs, "outputs"), inputs, tile.stages)
+        self.group = _row_group(len(self.rows), segments * halves)
 
     def sums(self, rows_ref: Any, weight_refs: Sequence[Any]) -> list[list[Array]]:
         """Returns for each tile of rows the sums of each half `[16, outputs of a tile]`."""
@@ -497,6 +509,7 @@ class _Product:
         more: dict[str, tuple[Array, str]],
         interpret: bool,
         name: str,
+        count: int | None = None,
     ) -> Sequence[Array]:
         """Runs the kernel.
 
@@ -507,9 +520,10 @@ class _Product:
             more: arrays that `finish` reads by name: `[M, O]` ("columns") or `[O]` ("outputs").
             interpret: see `multiply`.
             name: the name of the kernel.
+            count: the number of rows of each output; `finish` then gets references to whole outputs. None for M rows.
         """
-        rows, tile = self.rows.shape[0], self.tile
-        group, steps = _row_group(rows, self.segments * self.halves), self.outputs // tile.outputs
+        rows, tile, group = self.rows.shape[0], self.tile, self.group
+        steps = self.outputs // tile.outputs
         columns = pl.BlockSpec((group, tile.outputs), lambda r, i: (r, i))
 
         def vector(half: int) -> pl.BlockSpec:
@@ -541,9 +555,11 @@ class _Product:
                 finish(self._scaled(sums, at, found), at, found.__getitem__, refs[len(given) :])
 
         written = pl.BlockSpec((None, group), lambda r, i: (i, r))
+        if count is not None:
+            rows, columns = count, pl.BlockSpec((count, self.outputs), lambda r, i: (0, 0))
         return pl.pallas_call(
             kernel,
-            grid=(rows // group, steps),
+            grid=(len(self.rows) // group, steps),
             in_specs=[spec for _, spec in given.values()],
             out_specs=[written if kind else columns for _, kind in outs],
             out_shape=[

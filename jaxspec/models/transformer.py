@@ -199,6 +199,12 @@ class TransformerLM:
         return EXACT_PATH - 1 if self._exact_in_pallas else None
 
     @property
+    def kernels_write_entries(self) -> bool:
+        """Whether kernels write the entries of a window, so that no operation of XLA around them changes their bits."""
+        execution = self.execution.resolve()
+        return execution.products == "pallas" and execution.platform == "gpu" and execution.shards == 1
+
+    @property
     def _exact_in_pallas(self) -> bool:
         return self.execution.exact and self.execution.resolve().platform in PALLAS_PLATFORMS
 

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -66,7 +65,7 @@ def draw_along_walk(
         # Most nodes of a tree are never reached. Children come after their parents.
         steps, node, accepted, drawn = state
         read = jnp.minimum(node, nodes.size - 1)[:, None]  # a row may have ended before other rows
-        token = jax.vmap(choose)(scores(read), noise(jnp.take_along_axis(tree.depths, read, 1)), sampling)
+        token = choose(scores(read), noise(jnp.take_along_axis(tree.depths, read, 1)), sampling)
         accepted |= (tree.parents == node[:, None]) & (tokens == token)
         drawn = jnp.where(nodes == node[:, None], token, drawn)
         unvisited = accepted & (nodes > node[:, None])
@@ -96,6 +95,6 @@ def draw_at_once(
         return jnp.broadcast_to(jnp.arange(count), (len(tokens), count))
 
     extra = jnp.take_along_axis(noise(all_ids(tree.paths.shape[-1])), tree.depths[..., None], 1)
-    drawn = jax.vmap(choose)(scores(all_ids(tokens.shape[1])), extra, sampling)
+    drawn = choose(scores(all_ids(tokens.shape[1])), extra, sampling)
     agrees = (tokens == jnp.take_along_axis(drawn, jnp.maximum(tree.parents, 0), 1)).at[:, 0].set(True)
     return (agrees[:, None] | ~tree.ancestors).all(-1), drawn

@@ -32,7 +32,7 @@ def read(text: str) -> list[Thunk]:
     """Returns the thunks of a listing, `*thunk_sequence*.txt`."""
     top: list[Thunk] = []
     open_ones: list[tuple[int, Thunk, list[Thunk]]] = []  # of each: its indentation, and where what it holds goes
-    for line in text.splitlines():
+    for line in text.replace("No thunks.", "\n").splitlines():  # no line of its own
         if found := re.match(r"( *)\d+: (k\w+)", line):
             indent, made = len(found[1]), Thunk(found[2], {})
             while open_ones and open_ones[-1][0] >= indent:

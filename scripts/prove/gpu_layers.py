@@ -39,6 +39,8 @@ MAX_BYTES = 1.05
 """The largest quotient of the bytes that layers move and those of their matrices, at 16 rows."""
 MAX_LAUNCHES = 6
 """The largest number of launches of a layer: a kernel for each call, and none of XLA's."""
+MAX_LAUNCHES_OF_A_ROUND = 250
+"""The largest number of launches of a round of plain decoding at 32 layers, with top-k, top-p and noise."""
 SUMS = ("dot", "reduce", "convolution", "reduce-window")
 
 
@@ -212,6 +214,8 @@ def look_at_round(chip: str) -> dict[str, Any]:
     }  # fmt: skip
     if more - few > MAX_LAUNCHES:
         row["wrong"].append(f"a layer is {more - few} launches, at most {MAX_LAUNCHES} are expected")
+    if (count := row[f"launches_of_{loops.DEEP}_layers"]) > MAX_LAUNCHES_OF_A_ROUND:
+        row["wrong"].append(f"a round is {count} launches, at most {MAX_LAUNCHES_OF_A_ROUND} are expected")
     return row
 
 

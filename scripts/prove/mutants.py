@@ -476,8 +476,8 @@ MUTANTS = (
         "pallas-norm-left-to-xla",
         "XLA norms the features between kernels of a fixed order, in an order of its own for each number of rows",
         "models/layer_calls_pallas.py",
-        "return split_rows(products.normalize(read.x, norm.scale, norm.epsilon), read.batch, read.tokens)",
-        "return split_rows(norm(read.x), read.batch, read.tokens)",
+        "features = products.normalize(read.x, norm.scale, norm.epsilon, read.batch * read.tokens)",
+        "features = norm(read.x)",
         ("tests/models/test_layer_calls.py::test_nothing_between_embedding_and_logits_sums_but_the_kernels[gpu]",),
     ),
     Mutant(

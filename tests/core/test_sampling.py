@@ -23,7 +23,7 @@ ROWS = 4000
 def pipeline(logits, noise, sampling):
     """What the loop does: scores of a batch, then the draw of every row."""
     tempered = scores(logits, sampling)
-    return tempered, jax.vmap(choose)(tempered, noise, Sampling(*vars(sampling).values()))
+    return tempered, choose(tempered, noise, sampling)
 
 
 def chosen(logits, noise, **settings):
@@ -178,8 +178,7 @@ def test_the_tail_of_a_large_vocabulary_is_drawn(kind, seed):
     @jax.jit
     def draws(key, start):
         noise = draw_gumbel(key, start + jnp.arange(chunk)[None], vocab)
-        row = Sampling(*(getattr(sampling, n)[0] for n in ("temperature", "top_k", "top_p", "min_p")))
-        return choose(jnp.broadcast_to(jnp.asarray(logits), (chunk, vocab)), noise[0], row)
+        return choose(jnp.broadcast_to(jnp.asarray(logits), (1, chunk, vocab)), noise, sampling)[0]
 
     keys = jax.random.split(jax.random.key(seed, impl=kind), 1)
     tokens = np.concatenate([draws(keys, jnp.int32(at)) for at in range(0, count, chunk)])

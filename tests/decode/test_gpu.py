@@ -133,6 +133,39 @@ condition:
     assert (cost.launches, cost.waits) == (1 + 2 + (1 + 2), 1 + 2 + 1)
 
 
+def test_a_condition_without_launches_has_no_line_of_its_own():
+    """XLA writes the heading of the body behind "No thunks."; the loop's body still counts once in each turn."""
+    parts = hlo.computations("""
+%body (p: (s32[])) -> (s32[]) {
+  %w = (s32[]) while(%t), condition=%test, body=%none
+}
+%none (p: (s32[])) -> (s32[]) {
+  %a = s32[] add(%x, %y)
+}
+%test (p: (s32[])) -> pred[] {
+  %a = pred[] compare(%x, %y)
+}
+ENTRY %main (p: (s32[])) -> (s32[]) {
+  %w = (s32[]) while(%t), condition=%test, body=%body
+}
+""")
+    listed = thunks.read("""
+001: kWhile [source | sink]
+condition:
+    002: kCustomKernel [source | sink] test
+  body:
+    003: kWhile [source | sink]
+condition:
+        No thunks.      body:
+        004: kCustomKernel [source | sink] one
+        005: kCustomKernel [source | sink] two
+    006: kCustomKernel [source | sink] three
+""")
+    for turns in (0, 1, 3):
+        cost, _ = thunks.of_a_round(listed, parts, lambda _, turns=turns: turns)
+        assert (cost.launches, cost.waits) == (1 + 2 * turns + 1, turns + 1 + 1)
+
+
 FUSIONS = """
 %inside (a: f32[4,96], b: f32[4,5]) -> f32[4,6] {
   %a = f32[4,96]{1,0} parameter(0)

@@ -98,6 +98,17 @@ def test_bits_of_a_row_depend_neither_on_the_number_of_rows_nor_on_its_place(kin
             np.testing.assert_array_equal(alone, together[rows], err_msg=f"{count} rows")
 
 
+@pytest.mark.parametrize("count", with_slow([1, 17, 70], (1, 70)))
+def test_results_without_the_padding_are_the_first_rows(count):
+    p, x = parameters("bfloat16"), normal(np.random.default_rng(8), padded_rows(count), HIDDEN)
+    few, all_rows = (normalize(x, p["a"], EPSILON, rows) for rows in (count, None))
+    assert few.shape == (count, HIDDEN)
+    np.testing.assert_array_equal(few, all_rows[:count])
+    few, all_rows = (multiply(x, p["table"], transposed=True, count=rows) for rows in (count, None))
+    assert few.shape == (count, VOCAB)
+    np.testing.assert_array_equal(few, all_rows[:count])
+
+
 def test_a_row_that_is_not_finite_spoils_no_other_row():
     rng = np.random.default_rng(2)
     x, mixed, positions = normal(rng, 16, HIDDEN), normal(rng, 16, GROUPS * KEYS * WIDTH), jnp.arange(16)
