@@ -14,7 +14,6 @@ from helpers import hybrids
 from helpers.compiling import simulated
 from helpers.hybrids import LM, PARAMS
 from helpers.paths import TESTS
-from helpers.tiers import with_slow
 from helpers.toys import RAGGED, decoder, extend, random_request, run, start, texts, truncate
 from jaxspec.core.records import Window
 from jaxspec.core.topology import chain
@@ -96,6 +95,7 @@ def nbytes(arrays) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
 def test_devices_that_share_layers_have_the_text_of_one():
     words = [sys.executable, "-c", hybrids.ON_FOUR, str(TESTS)]
@@ -136,7 +136,8 @@ def test_text_follows_the_law_of_the_whole_text():
     assert np.sqrt(2 * statistic) - np.sqrt(2 * freedom - 1) < 4.8
 
 
-@pytest.mark.parametrize("kernels", with_slow([True, False], {False}))
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", [True, False])
 def test_vmap_has_the_texts_of_each_batch(kernels):
     if kernels and not kernels_available():
         pytest.skip("needs the CPU kernels")

@@ -70,7 +70,8 @@ def nested(decoder, slots):
     yield lambda request: joined(jax.tree.map(lambda a: a[0], deeper(jax.tree.map(lambda a: a[None], split(request)))))
 
 
-@pytest.mark.parametrize("every", with_slow([False, True], {True}))
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, True])
 def test_every_nesting_has_the_shapes_of_one_batch(every):
     """Traces nestings of twelve requests, in which any two widths meet: one of each, or all five in the slow tests."""
     covering = pairwise(FACTORS)

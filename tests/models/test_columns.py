@@ -24,8 +24,9 @@ print(json.dumps(placed.run(bool(int(sys.argv[2])))))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.mesh
-@pytest.mark.parametrize("every", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [0, 1])
 def test_a_placed_model_is_read_as_on_one_device(every):
     """Every reader, on meshes of 2 to 8 devices, in each dtype: `save`, exports, checksums, drafts, heads, kernels."""
     assert len(placed.cases(bool(every))) > (120 if every else 50)

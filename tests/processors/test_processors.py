@@ -226,7 +226,7 @@ def test_every_token_forbidden_ends_a_row_with_an_error_alone():
     assert sorted(texts(result)[0]) == list(range(V))
 
 
-@pytest.mark.parametrize("name", with_slow(WEIGHING, set(WEIGHING) - {"rejection"}))
+@pytest.mark.parametrize("name", with_slow(WEIGHING, set(WEIGHING)))
 def test_rules_that_weigh_laws_keep_the_processed_law(name):
     """Texts of three tokens, drafted and plain, of 4,096 rows each: a chi-squared test of two samples, at 4 sigma."""
     if not WEIGHING[name].lossless:

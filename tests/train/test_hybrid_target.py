@@ -50,6 +50,7 @@ def mtp() -> DraftHeads:
     return DraftHeads(config, init_params(config, key=jax.random.key(1)))
 
 
+@pytest.mark.slow
 def test_training_continues_a_layer_for_multi_token_prediction(tmp_path):
     """Its gates and norms are kept, and it drafts for the target afterwards."""
     model, start = target(), mtp()
