@@ -853,7 +853,7 @@ MUTANTS = (
         "scores-without-temperature",
         "a trainer scores a rollout under the raw logits, though it was drawn at another temperature and truncated",
         "generation/rollout.py",
-        "sampled = log_prob(score, token, sampling, drawn=True)",
+        "sampled = log_prob(score, token, rest, drawn=True)",
         "sampled = raw",
         (f"{ROLLOUT}::test_log_probs_are_those_of_each_rows_law",),
     ),
