@@ -39,6 +39,14 @@ DEFAULT_SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
     },
+    "qwen3_next": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+    },
     "qwen3_5_text": {
         "vocab_size": 248320,
         "hidden_size": 4096,

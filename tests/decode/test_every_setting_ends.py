@@ -56,6 +56,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 """Each a row, with the defaults of what it leaves out."""
 
+FIELDS = [field.name for field in dataclasses.fields(Sampling) if field.name != "processors"]
 FLOATS = [0.0, -0.0, 1e-40, TINY, LARGE, -LARGE, float("inf"), float("-inf"), float("nan")]
 RULES = ["coupled", "rejection", "traversal", "deterministic", "lossy-typical"]
 
@@ -63,7 +64,7 @@ RULES = ["coupled", "rejection", "traversal", "deterministic", "lossy-typical"]
 def columns(settings: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """The settings as arrays `[B]`, and the bias as `[B, V]`, without a check."""
     defaults = Sampling(logit_bias=[0.0] * V)
-    rows = [{**{f.name: getattr(defaults, f.name) for f in dataclasses.fields(Sampling)}, **some} for some in settings]
+    rows = [{**{name: getattr(defaults, name) for name in FIELDS}, **some} for some in settings]
     with np.errstate(over="ignore"):
         found = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
         whole = np.clip(found.pop("top_k"), -(2**31), 2**31 - 1).astype(np.int32)
@@ -81,7 +82,7 @@ def ends(rule: str, settings: dict[str, np.ndarray], params: Any, draft: Any) ->
     asked = request([[1, 2]] * size, BUDGET, vocab=V, temperature=1.0)
     limits = jax.tree.unflatten(
         jax.tree.structure(Sampling(logit_bias=0)),
-        [jnp.asarray(settings[field.name]) for field in dataclasses.fields(Sampling)],
+        [jnp.asarray(settings[name]) for name in FIELDS],
     )
     config = configured(rule)
     result = generate(config, Weights(params, draft), asked._replace(sampling=limits), config.slots(2 + BUDGET))
