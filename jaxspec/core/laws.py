@@ -233,8 +233,8 @@ def choose(scores: Float[Array, "B N V"], noise: Float[Array, "B N V"], sampling
     only one check, while sorting a large vocabulary costs more than a step of a small model. `noise` is not read in
     greedy rows.
 
-    Every check excludes at least one more token, and a token with the highest score is never excluded, so there are at
-    most V checks, whatever the scores and settings are.
+    Every check excludes at least one more token, so a node has at most V checks. They are counted down, so that the
+    loop ends whatever the scores and settings are.
     """
     greedy = (sampling.temperature < MIN_TEMPERATURE)[:, None]
     perturbed = jnp.where(greedy[..., None], scores, scores + noise)
@@ -250,10 +250,12 @@ def choose(scores: Float[Array, "B N V"], noise: Float[Array, "B N V"], sampling
         above, whole = total(jnp.where(scores > bounds[..., None], weights, 0.0))
         kept = (above < _budget(sampling)[:, None] * whole) & (score >= top + _log_min_p(sampling)[:, None])
         # A node whose scores are not finite draws only once; the loop's health check then ends the row.
-        pending &= ~(kept | (score >= top) | ~jnp.isfinite(top) | jnp.isnan(score))
+        done = kept | (score >= top) | ~jnp.isfinite(top) | jnp.isnan(score)
+        pending = lax.min(pending - 1, jnp.where(done, 0, scores.shape[-1]))
         drawn = first_highest(jnp.where(scores > score[..., None], perturbed, -jnp.inf))
-        return jnp.where(pending, drawn, token), pending
+        return jnp.where(pending > 0, drawn, token), pending
 
     laws, nodes = (scores, perturbed), scores.shape[:2]
-    start = first_highest(perturbed), jnp.broadcast_to(PreparedSampling.of(sampling).truncated[:, None], nodes)
-    return lax.while_loop(lambda state: state[1].any(), check, start)[0]
+    most = jnp.where(PreparedSampling.of(sampling).truncated, scores.shape[-1], 0)
+    start = first_highest(perturbed), jnp.broadcast_to(most[:, None], nodes)
+    return lax.while_loop(lambda state: (state[1] > 0).any(), check, start)[0]

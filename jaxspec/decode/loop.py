@@ -190,17 +190,17 @@ class Decoder:
         least = jnp.maximum(jnp.max(least), 1)
         max_rounds = jnp.minimum(max_rounds, jnp.max(state.limit - state.length))
 
-        # A row that is running has run every round of this call, so the rows count the rounds.
-        first, sampling = state.round, PreparedSampling.of(state.sampling)
+        sampling = PreparedSampling.of(state.sampling)
 
-        def unfinished(state: State) -> Array:
-            rounds = (state.round - first).max()
+        def unfinished(carry: tuple[State, Array]) -> Array:
+            state, rounds = carry
             return ((state.status == Status.RUNNING).sum() >= least) & (rounds < max_rounds)
 
-        def run_round(state: State) -> State:
-            return self._run_round(weights, state, max_depth, sampling)
+        def run_round(carry: tuple[State, Array]) -> tuple[State, Array]:
+            state, rounds = carry
+            return self._run_round(weights, state, max_depth, sampling), rounds + 1
 
-        return lax.while_loop(unfinished, run_round, state)
+        return lax.while_loop(unfinished, run_round, (state, jnp.int32(0)))[0]
 
     def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
         """Decodes one prompt or a batch to the last token; under `jax.vmap` it still runs one batched program."""

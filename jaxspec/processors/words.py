@@ -121,7 +121,7 @@ class NoRepeatNgram:
             logits = place(logits, self._repeats(place_of, ending), -jnp.inf)
         return logits
 
-    def _repeats(self, text: Int[Array, "B N S"], ending: Int[Array, "B N L"]) -> Int[Array, "B N M"]:
+    def _repeats(self, text: Int[Array, "B #N S"], ending: Int[Array, "B N L"]) -> Int[Array, "B N M"]:
         """Returns the tokens of a text that follow the same tokens as the next token will, else -1."""
         before = self.longest - 1
         size = text.shape[-1] - before

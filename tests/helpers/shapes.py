@@ -13,8 +13,8 @@ import jaxtyping
 from beartype import beartype
 
 PACKAGES = (
-    "jaxspec.core", "jaxspec.rules", "jaxspec.schedules", "jaxspec.drafters", "jaxspec.decode", "jaxspec.kernels",
-    "jaxspec.models", "jaxspec.heads", "jaxspec.train", "jaxspec.analysis", "jaxspec.testing",
+    "jaxspec.core", "jaxspec.rules", "jaxspec.schedules", "jaxspec.processors", "jaxspec.drafters", "jaxspec.decode",
+    "jaxspec.kernels", "jaxspec.models", "jaxspec.heads", "jaxspec.train", "jaxspec.analysis", "jaxspec.testing",
     "jaxspec.tuning.acceptance", "jaxspec.tuning.head_laws", "jaxspec.tuning.mask_laws", "jaxspec.generation.rollout",
 )  # fmt: skip
 """The packages and modules whose annotations have shapes."""

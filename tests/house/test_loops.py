@@ -86,7 +86,9 @@ class Loop:
         return self.counts() or self.is_of_integers() or self.is_of_one_turn()
 
     def counts(self) -> bool:
-        """Whether the condition has a term `counter < bound`, the body adds to the counter, and the bound is fixed."""
+        """Whether the condition has a term `counter < bound`, the body adds to the counter, and the bound is fixed; or
+        a term `counter > 0`, and the body takes from the counter.
+        """
         made = {variable: equation for equation in self.cond.jaxpr.eqns for variable in equation.outvars}
         left = [self.cond.jaxpr.outvars[0]]
         while left:
@@ -100,10 +102,15 @@ class Loop:
                 slot = self._slot(counter)
                 if slot is not None and self._grows(slot) and self._is_fixed(bound):
                     return True
+                slot = self._slot(bound)
+                if slot is not None and isinstance(counter, Literal) and self._falls(slot):
+                    return True
         return False
 
     def _slot(self, variable) -> int | None:
-        place = -1 if isinstance(variable, Literal) else self.cond.jaxpr.invars.index(variable) - self.before
+        if isinstance(variable, Literal) or variable not in self.cond.jaxpr.invars:
+            return None
+        place = self.cond.jaxpr.invars.index(variable) - self.before
         return place if place >= 0 and not is_float(variable) else None
 
     def _is_fixed(self, variable) -> bool:
@@ -126,6 +133,22 @@ class Loop:
         others = [variable for variable in equation.invars if not isinstance(variable, Literal)]
         through = self._through_barriers(others[0], made) if others else None
         return bool(steps) and int(steps[0].val) > 0 and through is start
+
+    def _falls(self, slot: int) -> bool:
+        """Whether the body takes a positive number from a slot, and keeps at most the rest."""
+        made = {variable: equation for equation in self.body.jaxpr.eqns for variable in equation.outvars}
+        start, equation = self.body.jaxpr.invars[self.consts + slot], made.get(self.body.jaxpr.outvars[slot])
+        if equation is None or equation.primitive.name != "min":
+            return False
+        taken = [made.get(variable) for variable in equation.invars if not isinstance(variable, Literal)]
+        return any(
+            less is not None
+            and less.primitive.name == "sub"
+            and isinstance(less.invars[1], Literal)
+            and int(less.invars[1].val) > 0
+            and self._through_barriers(less.invars[0], made) is start
+            for less in taken
+        )
 
     @staticmethod
     def _through_barriers(variable, made):
@@ -237,6 +260,9 @@ def test_every_loop_of_a_decode_ends_by_integers(called):
         (lambda x: (x[0] > 1e-3) & (x[1] < 9), lambda x: (x[0] / 2, x[1] + 0), (1.0, 0), False),
         (lambda x: (x[0] > 1e-3) & (x[1] < x[2]), lambda x: (x[0] / 2, x[1] + 1, x[2] + 1), (1.0, 0, 9), False),
         (lambda x: x < 9, lambda x: x + 1, 0, True),
+        (lambda x: x[0] > 0, lambda x: (lax.min(x[0] - 1, (x[1] > 0.5).astype(int) * 9), x[1]), (9, 1.0), True),
+        (lambda x: x[0] > 0, lambda x: (lax.max(x[0] - 1, (x[1] > 0.5).astype(int) * 9), x[1]), (9, 1.0), False),
+        (lambda x: x[0] > 0, lambda x: (lax.min(x[0] + 1, (x[1] > 0.5).astype(int) * 9), x[1]), (9, 1.0), False),
         (lambda x: x > 0, lambda x: x // 2, 99, True),
         (lambda x: x[0] > 0, lambda x: ((x[1] > 0.5).astype(int), x[1] / 2), (1, 1.0), False),
         (lambda x: x[0] == 3, lambda x: (jnp.full_like(x[0], -1), x[1] / 2), (3, 1.0), True),
