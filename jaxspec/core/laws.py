@@ -194,7 +194,8 @@ def _highest_where(
 
     Exact and without a sort: a binary search over the floats' bits. GPUs test four bits in each iteration, because the
     cost of an iteration there is kernel launches rather than work. Returns NaN if there is no such x. With `unroll`,
-    GPUs run the search without a loop, which saves launches, but compiles every iteration by itself.
+    GPUs run the search without a loop, and test five bits in each iteration, which saves launches, but compiles every
+    iteration by itself.
     """
     integer = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
     limits, bits = jnp.iinfo(integer), lax.bitcast_convert_type(values, integer)
@@ -207,19 +208,27 @@ def _highest_where(
         enough = spent(jnp.where(order >= middle[..., None], weights, 0))
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    def digit(iteration: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        step = lax.shift_left(integer(1), integer(limits.bits - 4 * (iteration + 1)))
-        thresholds = low + step * jnp.arange(1, 16, dtype=integer).reshape(-1, *[1] * low.ndim)
+    def digit(low: Array, place: Array | int, width: int) -> Array:
+        """Finds the `width` bits of the result from the bit `place` on."""
+        step = lax.shift_left(integer(1), integer(place))
+        thresholds = low + step * jnp.arange(1, 2**width, dtype=integer).reshape(-1, *[1] * low.ndim)
         enough = spent(jnp.where(order >= thresholds[..., None], weights, 0))
-        return low + step * enough.sum(0, dtype=integer), high
+        return low + step * enough.sum(0, dtype=integer)
+
+    def find_digits(low: Array) -> Array:
+        if not unroll:
+            return lax.fori_loop(0, limits.bits // 4, lambda i, low: digit(low, limits.bits - 4 * (i + 1), 4), low)
+        places = range(0, limits.bits, 5)
+        for place, above in zip(reversed(places), (limits.bits, *reversed(places))):
+            low = digit(low, place, above - place)
+        return low
 
     lowest = jnp.full(values.shape[:-1], limits.min, integer)
     highest = jnp.full(values.shape[:-1], limits.max, integer)
     low = gpu_dependent(
         lowest,
         highest,
-        gpu=lambda *bounds: lax.fori_loop(0, limits.bits // 4, digit, bounds, unroll=unroll)[0],
+        gpu=lambda low, _: find_digits(low),
         default=lambda *bounds: lax.fori_loop(0, limits.bits, halve, bounds)[0],
     )
     return lax.bitcast_convert_type(low ^ ((low >> (limits.bits - 1)) & limits.max), values.dtype)
@@ -234,7 +243,7 @@ def choose(scores: Float[Array, "B N V"], noise: Float[Array, "B N V"], sampling
     greedy rows.
 
     Every check excludes at least one more token, so a node has at most V checks. They are counted down, so that the
-    loop ends whatever the scores and settings are.
+    loop ends after V + 1 checks, whatever the scores and settings are.
     """
     greedy = (sampling.temperature < MIN_TEMPERATURE)[:, None]
     perturbed = jnp.where(greedy[..., None], scores, scores + noise)
@@ -256,6 +265,5 @@ def choose(scores: Float[Array, "B N V"], noise: Float[Array, "B N V"], sampling
         return jnp.where(pending > 0, drawn, token), pending
 
     laws, nodes = (scores, perturbed), scores.shape[:2]
-    most = jnp.where(PreparedSampling.of(sampling).truncated, scores.shape[-1], 0)
-    start = first_highest(perturbed), jnp.broadcast_to(most[:, None], nodes)
+    start = first_highest(perturbed), jnp.broadcast_to(PreparedSampling.of(sampling).checks[:, None], nodes)
     return lax.while_loop(lambda state: (state[1] > 0).any(), check, start)[0]

@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from jaxspec.core.checks import index, whole
 from jaxspec.core.processor import check_processors
+from jaxspec.core.sizes import MAX_INT32
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 MIN_TEMPERATURE = 1e-6
@@ -194,12 +195,13 @@ class PreparedSampling(Sampling):
     Attributes:
         any_sampled: a scalar; whether any row samples.
         any_top_k: a scalar; whether any row has a top-k.
-        truncated: `[B]`; whether a row samples with top-p or min-p.
+        checks: `[B]`; 0 if a row samples without top-p and min-p, or not at all; else a number above any vocabulary's
+            size, from which `jaxspec.core.laws.choose` counts down.
     """
 
     any_sampled: Any = None
     any_top_k: Any = None
-    truncated: Any = None
+    checks: Any = None
 
     @classmethod
     def of(cls, rows: Sampling) -> "PreparedSampling":
@@ -208,8 +210,9 @@ class PreparedSampling(Sampling):
             return rows
         sampled = rows.temperature >= MIN_TEMPERATURE
         truncated = sampled & ((rows.top_p < 1) | (rows.min_p > 0))
+        checks = jnp.where(truncated, np.int32(MAX_INT32), np.int32(0))
         fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(Sampling)}
-        return cls(**fields, any_sampled=sampled.any(), any_top_k=(rows.top_k > 0).any(), truncated=truncated)
+        return cls(**fields, any_sampled=sampled.any(), any_top_k=(rows.top_k > 0).any(), checks=checks)
 
 
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Array:

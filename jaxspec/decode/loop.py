@@ -194,13 +194,14 @@ class Decoder:
 
         def unfinished(carry: tuple[State, Array]) -> Array:
             state, rounds = carry
-            return ((state.status == Status.RUNNING).sum() >= least) & (rounds < max_rounds)
+            return ((state.status == Status.RUNNING).sum() >= least) & (rounds < max_rounds).all()
 
         def run_round(carry: tuple[State, Array]) -> tuple[State, Array]:
             state, rounds = carry
             return self._run_round(weights, state, max_depth, sampling), rounds + 1
 
-        return lax.while_loop(unfinished, run_round, (state, jnp.int32(0)))[0]
+        # One counter for each row, which XLA:GPU increases in the kernel that increases `state.round`.
+        return lax.while_loop(unfinished, run_round, (state, jnp.zeros_like(state.round)))[0]
 
     def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
         """Decodes one prompt or a batch to the last token; under `jax.vmap` it still runs one batched program."""

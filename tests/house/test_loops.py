@@ -95,7 +95,7 @@ class Loop:
             equation = made.get(left.pop())
             if equation is None:
                 continue
-            if equation.primitive.name in ("and", "reduce_or", "convert_element_type"):
+            if equation.primitive.name in ("and", "reduce_and", "reduce_or", "convert_element_type"):
                 left += [variable for variable in equation.invars if not isinstance(variable, Literal)]
             if equation.primitive.name in ("lt", "gt"):
                 counter, bound = equation.invars if equation.primitive.name == "lt" else equation.invars[::-1]

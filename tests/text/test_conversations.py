@@ -446,7 +446,7 @@ def test_too_few_prompts_name_what_would_be_enough():
         ({"clip": -1.0}, "clip must be finite and at least 0"),
         ({"distill": 1}, "distill must be true or false"),
         ({"held_out": 1.0}, "held_out must be below 1"),
-        ({"batch": 8, "accumulate": 3}, "batch must be a multiple of accumulate times devices, 3 x 1; got 8"),
+        ({"batch": 8, "accumulate": 3}, "a multiple of accumulate times the axis data of mesh, 3 x 1; got 8"),
         ({"medusa2": True}, "set cache_features to false"),
         ({"row_tokens": 6}, "row_tokens must be at least 7 for 4 drafted tokens, got 6"),
         ({"split": "word"}, "split must be one of line, blank, file"),
