@@ -127,7 +127,8 @@ def main() -> int:
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(measure(*arguments.case, not arguments.untimed)))
+        size, kind = arguments.case
+        print(json.dumps(measure(size, kind, not arguments.untimed)))
         return 0
     here = pathlib.Path(__file__).resolve().parents[2]
     checkouts = {"now": here} if arguments.beside is None else {"before": arguments.beside.resolve(), "now": here}

@@ -9,7 +9,7 @@ from jax.experimental.compute_on import compute_on
 
 from jaxspec.core import cache as caches
 from jaxspec.decode import target_call
-from jaxspec.models import layer_calls, transformer
+from jaxspec.models import layer_calls
 
 
 def copied_cache(monkeypatch):
@@ -39,9 +39,9 @@ def call_of_the_host(monkeypatch):
 
 def gathered_table(monkeypatch):
     """Every device collects the embedding, before it reads a row of it."""
-    look_up = transformer.look_up
+    look_up = layer_calls.look_up
     monkeypatch.setattr(
-        transformer, "look_up", lambda table, tokens: look_up(lax.with_sharding_constraint(table, jax.P()), tokens)
+        layer_calls, "look_up", lambda table, tokens: look_up(lax.with_sharding_constraint(table, jax.P()), tokens)
     )
 
 

@@ -39,7 +39,8 @@ TINY |= {"held_out": 0.2, "log_every": 3, "eval_every": 6, "save_every": 3, "lea
 
 def target(**changes) -> jaxspec.Model:
     """The target; `changes` are sizes."""
-    lm = toys.transformer(**{"vocab_size": len(WORDS), "num_layers": 2} | changes) if changes else LM
+    sizes: dict[str, Any] = {"vocab_size": len(WORDS), "num_layers": 2} | changes
+    lm = toys.transformer(**sizes) if changes else LM
     params = toys.lively(lm.init_params(jax.random.key(0)))
     return jaxspec.Model(lm, params, TOKENIZER, ChatTemplate(SOURCE), (END,), "tiny")
 
