@@ -18,8 +18,13 @@ _MAX = float(np.finfo(np.float32).max)
 class _Penalty:
     """A penalty that depends on how often a token occurs. Its state is the number of occurrences of every token."""
 
-    of_prompt: ClassVar[bool]  # whether occurrences in the prompt count
+    of_prompt: ClassVar[bool] = False  # whether occurrences in the prompt count
+    limits: ClassVar[Limits] = np.float32, lambda strength: np.abs(strength) <= _MAX, "finite"
     strength: Any
+
+    def rows(self, batch: int, vocab: int) -> Self:
+        name = f"the strength of {type(self).__name__}"
+        return dataclasses.replace(self, strength=spread_setting(name, self.strength, self.limits, batch))  # pyright: ignore
 
     def _change(self, logits: Array, counts: Array) -> Array:
         """Returns the changed logits of tokens, by their numbers of occurrences."""
@@ -56,10 +61,6 @@ def _member(cls: type) -> Any:
     return jax.tree_util.register_dataclass(made, data_fields=["strength"], meta_fields=[])
 
 
-def _spread(penalty: Any, name: str, limits: Limits, batch: int) -> Any:
-    return dataclasses.replace(penalty, strength=spread_setting(name, penalty.strength, limits, batch))
-
-
 @_member
 class RepetitionPenalty(_Penalty):
     """Divides the positive logits of tokens of prompt and text by the strength, and multiplies the negative ones.
@@ -71,11 +72,8 @@ class RepetitionPenalty(_Penalty):
     """
 
     of_prompt = True
+    limits = np.float32, lambda strength: (strength > 0) & (strength <= _MAX), "finite and above 0"
     strength: Any
-
-    def rows(self, batch: int, vocab: int) -> Self:
-        limits = np.float32, lambda v: (v > 0) & (v <= _MAX), "finite and above 0"
-        return _spread(self, "the strength of RepetitionPenalty", limits, batch)
 
     def _change(self, logits: Array, counts: Array) -> Array:
         strength = self._column()
@@ -91,12 +89,7 @@ class PresencePenalty(_Penalty):
         strength: one number, or one for each row; 0 changes nothing, and negative numbers favour repetitions.
     """
 
-    of_prompt = False
     strength: Any
-
-    def rows(self, batch: int, vocab: int) -> Self:
-        limits = np.float32, lambda v: np.abs(v) <= _MAX, "finite"
-        return _spread(self, "the strength of PresencePenalty", limits, batch)
 
     def _change(self, logits: Array, counts: Array) -> Array:
         return jnp.where(counts > 0, logits - self._column(), logits)
@@ -110,12 +103,7 @@ class FrequencyPenalty(_Penalty):
         strength: one number, or one for each row; 0 changes nothing, and negative numbers favour repetitions.
     """
 
-    of_prompt = False
     strength: Any
-
-    def rows(self, batch: int, vocab: int) -> Self:
-        limits = np.float32, lambda v: np.abs(v) <= _MAX, "finite"
-        return _spread(self, "the strength of FrequencyPenalty", limits, batch)
 
     def _change(self, logits: Array, counts: Array) -> Array:
         # Without the barrier, a compiler may compute product and difference as one operation that rounds once, in some
