@@ -189,19 +189,18 @@ class Decoder:
         """
         least = jnp.maximum(jnp.max(least), 1)
         max_rounds = jnp.minimum(max_rounds, jnp.max(state.limit - state.length))
-
         sampling = PreparedSampling.of(state.sampling)
 
         def unfinished(carry: tuple[State, Array]) -> Array:
             state, rounds = carry
-            return ((state.status == Status.RUNNING).sum() >= least) & (rounds < max_rounds).all()
+            return ((state.status == Status.RUNNING).sum() >= least) & (rounds < max_rounds)
 
         def run_round(carry: tuple[State, Array]) -> tuple[State, Array]:
             state, rounds = carry
             return self._run_round(weights, state, max_depth, sampling), rounds + 1
 
-        # One counter for each row, which XLA:GPU increases in the kernel that increases `state.round`.
-        return lax.while_loop(unfinished, run_round, (state, jnp.zeros_like(state.round)))[0]
+        # The counter bounds the loop by integers, whatever the logits are.
+        return lax.while_loop(unfinished, run_round, (state, jnp.int32(0)))[0]
 
     def generate(self, weights: Weights, request: Request, capacity: int) -> Result:
         """Decodes one prompt or a batch to the last token; under `jax.vmap` it still runs one batched program."""
