@@ -262,6 +262,20 @@ def canonical_tensors(
     return readers
 
 
+def grouped_rows(sizes: DeltaSizes, kind: str) -> np.ndarray:
+    """Returns the row of a file's tensor for each row of a parameter, for tensors whose rows are grouped by key head.
+
+    Args:
+        sizes: the sizes of the layer with Gated DeltaNet.
+        kind: the parameter: "qkvz" or "rates".
+    """
+    each = sizes.value_heads // sizes.key_heads
+    values = each * sizes.value_width
+    widths = [each, each] if kind == "rates" else [sizes.key_width, sizes.key_width, values, values]
+    groups = np.arange(sizes.key_heads * sum(widths)).reshape(sizes.key_heads, -1)
+    return np.concatenate([part.ravel() for part in np.split(groups, np.cumsum(widths)[:-1], axis=1)])
+
+
 class FileParts(NamedTuple):
     """The tensors of a file that a parameter consists of.
 

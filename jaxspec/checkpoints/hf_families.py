@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoints.base import make_config
+from jaxspec.checkpoints.base import grouped_rows, make_config
 from jaxspec.checkpoints.hf_rope import LAYER_TYPES, RopeReader
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
@@ -107,17 +107,9 @@ class Family:
 
     def rows(self, tensor: str, config: ModelConfig) -> np.ndarray | None:
         """Returns the row of a file's tensor for each row of the parameter; None if their order is the same."""
-        if not self.grouped or (d := config.delta) is None:
-            return None
-        each = d.value_heads // d.key_heads
-        if tensor.endswith("in_proj_qkvz.weight"):
-            widths = [d.key_width, d.key_width, each * d.value_width, each * d.value_width]
-        elif tensor.endswith("in_proj_ba.weight"):
-            widths = [each, each]
-        else:
-            return None
-        groups = np.arange(d.key_heads * sum(widths)).reshape(d.key_heads, -1)
-        return np.concatenate([part.ravel() for part in np.split(groups, np.cumsum(widths)[:-1], axis=1)])
+        kinds = {"in_proj_qkvz.weight": "qkvz", "in_proj_ba.weight": "rates"}
+        kind = next((kind for end, kind in kinds.items() if tensor.endswith(end)), None)
+        return grouped_rows(config.delta, kind) if self.grouped and config.delta is not None and kind else None
 
     def offset(self, tensor: str) -> float:
         """Returns the offset that is added to the weights of a file's tensor."""

@@ -13,7 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.checkpoints import TYPES, assert_same_params, leaves, random_params, tiny_config, write_gguf, write_hf
+from helpers.checkpoints import (
+    TYPES,
+    assert_same_params,
+    gguf_tensors,
+    leaves,
+    random_params,
+    tiny_config,
+    write_gguf,
+    write_hf,
+)
 from helpers.narrow import not_none
 from jaxspec.checkpoints.gguf_header import parse_header
 from jaxspec.checkpoints.load import read_params
@@ -52,6 +61,26 @@ def test_other_types_give_what_their_blocks_mean(tmp_path, kind, error):
     np.testing.assert_array_equal(params["embed"], stored)
     for name, array in leaves(PARAMS).items():
         np.testing.assert_allclose(leaves(params)[name], array, atol=error, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_projections_of_attention_in_one_tensor(tmp_path, kind):
+    """Rows of queries and keys are in the order of adjacent pairs, and rows of values are not."""
+    config = tiny_config(hidden_size=32)
+    params = random_params(config)
+    separate = open_checkpoint(write_gguf(tmp_path / "separate.gguf", config, params, kind=kind))
+    tensors, changes = gguf_tensors(config, params), {}
+    for i in range(config.num_layers):
+        names = [f"blk.{i}.attn_{name}.weight" for name in "qkv"]
+        changes |= dict.fromkeys(names) | {
+            f"blk.{i}.attn_qkv.weight": np.concatenate([tensors[name] for name in names])
+        }
+    joined = open_checkpoint(write_gguf(tmp_path / "joined.gguf", config, params, kind=kind, tensors=changes))
+    assert_same_params(read_params(joined), read_params(separate))
+    one, other = (file.native["layers.0.qkv"]() for file in (joined, separate))
+    if kind != "F32":
+        one, other = one.unpack(), other.unpack()
+    np.testing.assert_array_equal(one, other)
 
 
 def test_gguf_and_hugging_face_give_the_same_params(tmp_path):

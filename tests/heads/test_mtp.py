@@ -130,10 +130,9 @@ def test_the_block_of_a_gguf_file_is_the_same_layer(case, folders, targets, tmp_
 
 
 def test_blocks_of_gguf_files_that_are_not_understood(tmp_path):
+    two = {"nextn_predict_layers": 2, "block_count": 6, "attention.recurrent_layers": [True] * 3 + [False] * 3}
     with pytest.raises(CheckpointError, match="has 2 blocks for multi-token prediction, expected 1"):
-        load_heads(
-            write_gguf(tmp_path / "two.gguf", CASE, {"nextn_predict_layers": 2, "block_count": 6}, golden=GOLDEN)
-        )
+        load_heads(write_gguf(tmp_path / "two.gguf", CASE, two, golden=GOLDEN))
     more = {"blk.4.nextn.embed_tokens.weight": np.zeros((48, 32))}
     with pytest.raises(CheckpointError, match=r"tensors not expected: blk\.4\.nextn\.embed_tokens\.weight"):
         load_heads(write_gguf(tmp_path / "table.gguf", CASE, tensors=more, golden=GOLDEN))

@@ -1,6 +1,10 @@
-"""GGUF files of tiny random models with Gated DeltaNet or experts, as llama.cpp's converter writes them."""
+"""GGUF files of tiny random models with Gated DeltaNet or experts, as llama.cpp's converter writes them.
+
+`tests/checkpoints/test_converted.py` compares them with the converter's own files.
+"""
 
 import zlib
+from typing import Any
 
 import gguf
 import numpy as np
@@ -9,7 +13,7 @@ from helpers.blocks import raw_weights
 from helpers.families import random_tensor
 from helpers.logits import GOLDEN
 from helpers.narrow import not_none
-from jaxspec.checkpoints.base import file_parts
+from jaxspec.checkpoints.base import file_parts, grouped_rows
 from jaxspec.checkpoints.hf_families import read_config
 from jaxspec.models.config import DeltaSizes
 
@@ -29,6 +33,7 @@ TENSORS = {
     "linear_attn.in_proj_z.weight": "attn_gate.weight",
     "linear_attn.in_proj_b.weight": "ssm_beta.weight",
     "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
     "linear_attn.conv1d.weight": "ssm_conv1d.weight",
@@ -58,22 +63,25 @@ def tiled(array, sizes: DeltaSizes, first: int = 0, axis: int = 0):
     return np.moveaxis(np.concatenate([head, each.swapaxes(0, 1).reshape(values.shape)]), 0, axis)
 
 
-ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+}
 
 
-def in_gguf(name: str, array: np.ndarray, sizes: DeltaSizes | None) -> np.ndarray:
-    """Returns a tensor as the converter writes it."""
-    if name.endswith("shared_expert_gate.weight"):
-        array = array[0]
+def in_gguf(name: str, array: np.ndarray, sizes: DeltaSizes | None, grouped: bool = False) -> np.ndarray:
+    """Returns a tensor as the converter writes it; `grouped` as in `Architecture`."""
     if sizes is None:
         return array
     if (name in NEXTN and name != "mtp.fc.weight") or (name.endswith("norm.weight") and "linear_attn" not in name):
         array = array + 1
-    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+    if not grouped and name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
         array = tiled(array, sizes, 2 * sizes.keys)
-    if name.endswith(("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")):
+    if not grouped and name.endswith(("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")):
         array = tiled(array, sizes)
-    if name.endswith("out_proj.weight"):
+    if not grouped and name.endswith("out_proj.weight"):
         array = tiled(array, sizes, axis=1)
     array = -np.exp(array) if name.endswith("A_log") else array
     return array[:, 0] if name.endswith("conv1d.weight") else array
@@ -98,7 +106,18 @@ def encoded(name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np
     return raw.reshape(*array.shape[:-1], -1)
 
 
-def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=None):
+def joined(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the tensors with the projections of attention, and those of experts, in one tensor each."""
+    forms = {("attn_q", "attn_k", "attn_v"): "attn_qkv", ("ffn_gate_exps", "ffn_up_exps"): "ffn_gate_up_exps"}
+    for name in [name for name in found if name.endswith(("attn_q.weight", "ffn_gate_exps.weight"))]:
+        first = name.split(".")[2]
+        parts = next(parts for parts in forms if parts[0] == first)
+        arrays = [found.pop(name.replace(first, part)) for part in parts]
+        found[name.replace(first, forms[parts])] = np.concatenate(arrays, axis=arrays[0].ndim - 2)
+    return found
+
+
+def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=None, join: bool = False):
     """Writes the model of a case, with a block for multi-token prediction that is only named, or whole in `golden`.
 
     Args:
@@ -108,6 +127,7 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
         tensors: tensors that are written in place of others.
         golden: the settings and shapes; those of `GOLDEN` by default.
         types: the number formats of matrices whose name in the file has one of these ends.
+        join: whether to write several matrices as one tensor, see `joined`.
     """
     golden = golden or GOLDEN[case]
     settings, shapes = golden["settings"], golden["shapes"]
@@ -115,7 +135,7 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
     sizes, experts = config.delta, config.experts
     architecture = ARCHITECTURES[settings["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
-    entries = {
+    entries: dict[str, Any] = {
         "context_length": 256,
         "embedding_length": config.hidden_size,
         "block_count": config.num_layers,
@@ -123,7 +143,10 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
+        "vocab_size": config.vocab_size,
     }
+    if settings.get("intermediate_size") is not None:
+        entries["feed_forward_length"] = settings["intermediate_size"]
     if sizes is not None:
         entries |= {
             "block_count": config.num_layers + 1,
@@ -136,21 +159,27 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
             "ssm.time_step_rank": sizes.value_heads,
             "ssm.inner_size": sizes.values,
         }
-    if experts is None:
-        entries["feed_forward_length"] = config.intermediate_size
-    else:
+    if experts is not None:
         entries |= {
             "expert_count": experts.count,
             "expert_used_count": experts.per_token,
             "expert_feed_forward_length": experts.width,
-            "expert_shared_feed_forward_length": experts.shared_width or 0,
         }
+        if experts.shared_width is not None:
+            entries["expert_shared_feed_forward_length"] = experts.shared_width
+    if sizes is not None:
+        entries["attention.recurrent_layers"] = [*config.recurrent, False]
+    if sections := settings.get("rope_parameters", {}).get("mrope_section"):
+        entries["rope.dimension_sections"] = [*sections, 0]
     for key, value in (entries | (metadata or {})).items():
-        writer.add_uint32(f"{architecture}.{key}", value)
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        else:
+            writer.add_uint32(f"{architecture}.{key}", value)
     writer.add_float32(f"{architecture}.rope.freq_base", config.rope.theta)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.norm_eps)
     names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    found = {}
+    found, grouped = {}, architecture == "qwen3next"
     for name, shape in shapes.items():
         if name.startswith(("model.layers.", "mtp.layers.0.")):
             layer, part = name.removeprefix("model.layers.").removeprefix("mtp.layers.").split(".", 1)
@@ -159,15 +188,22 @@ def write_gguf(path, case: str, metadata=None, tensors=None, golden=None, types=
                 halves = np.split(random_tensor(case, name, shape), 2, axis=1)
                 found |= {f"blk.{layer}.ffn_{kind}_exps.weight": half for kind, half in zip(("gate", "up"), halves)}
                 continue
+            if part.endswith("in_proj_qkvz.weight"):
+                assert sizes is not None
+                rows = random_tensor(case, name, shape)[grouped_rows(sizes, "qkvz")]
+                halves = rows[: sizes.channels], rows[sizes.channels :]
+                found |= {f"blk.{layer}.attn_{kind}.weight": half for kind, half in zip(("qkv", "gate"), halves)}
+                continue
             plain = sizes is None and part == "post_attention_layernorm.weight"
             file = f"blk.{layer}.{'ffn_norm.weight' if plain else TENSORS[part]}"
         elif name.startswith("mtp."):
             file = f"blk.{config.num_layers}.{NEXTN[name]}"
         else:
             file = names.get(name, "output.weight")
-        found[file] = in_gguf(name, random_tensor(case, name, shape), sizes)
+        found[file] = in_gguf(name, random_tensor(case, name, shape), sizes, grouped)
     if sizes is not None:
         found.setdefault(f"blk.{config.num_layers}.nextn.eh_proj.weight", np.zeros((4, 8), np.float32))
+    found = joined(found) if join else found
     for name, array in (found | (tensors or {})).items():
         array = np.ascontiguousarray(array, np.float32)
         kind = next((kind for end, kind in (types or {}).items() if name.endswith(end) and array.ndim > 1), None)
