@@ -175,6 +175,10 @@ class ProcessError(JaxspecError):
     """The process in which chat templates and tokenizers run cannot be started."""
 
 
+class LostProcess(JaxspecError):
+    """Another process of a run on several hosts has ended, or cannot be reached."""
+
+
 class MissingPackage(JaxspecError):
     """An optional package is not installed."""
 

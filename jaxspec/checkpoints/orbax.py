@@ -25,6 +25,8 @@ class OrbaxError(Exception):
 def write_tree(folder: pathlib.Path, tree: Any) -> None:
     """Writes nested dicts of arrays to a directory that does not exist yet.
 
+    If processes share an array, all of them must call it with the same directory.
+
     Raises:
         OrbaxError: the arrays cannot be written.
     """
@@ -32,14 +34,14 @@ def write_tree(folder: pathlib.Path, tree: Any) -> None:
     def save() -> None:
         import orbax.checkpoint as ocp
 
-        with ocp.StandardCheckpointer() as writer:
+        with ocp.StandardCheckpointer(multiprocessing_options=_processes_of(tree)) as writer:
             writer.save(folder.absolute(), tree)
 
     _quietly(save)
 
 
 def read_tree(folder: pathlib.Path, like: Any) -> Any:
-    """Reads all arrays of a directory, with the structure, shapes and dtypes of `like`.
+    """Reads all arrays of a directory, with the structure, shapes, dtypes and shardings of `like`.
 
     Raises:
         OrbaxError: the arrays cannot be read.
@@ -48,10 +50,27 @@ def read_tree(folder: pathlib.Path, like: Any) -> Any:
     def restore() -> Any:
         import orbax.checkpoint as ocp
 
-        with ocp.StandardCheckpointer() as reader:
+        with ocp.StandardCheckpointer(multiprocessing_options=_processes_of(like)) as reader:
             return reader.restore(folder.absolute(), like)
 
     return _quietly(restore)
+
+
+def _processes_of(tree: Any) -> Any:
+    """Returns the processes that read or write arrays: all that share an array, or this process alone.
+
+    Orbax makes these processes wait for each other.
+    """
+    import jax
+    import orbax.checkpoint as ocp
+
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    if jax.process_count() == 1 or not all(s is None or s.is_fully_addressable for s in shardings):
+        return ocp.options.MultiprocessingOptions()
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"{own}"
+    )
 
 
 def read_shapes(folder: pathlib.Path) -> Any:

@@ -68,10 +68,11 @@ def run_process() -> NoReturn:
 
     After Ctrl-C, the process ends without an orderly shutdown of the interpreter. XLA may still be computing in threads
     of its own: Python's shutdown would wait for these threads, and would sometimes crash in them, which would change
-    the exit status.
+    the exit status. A failed process of several ends in the same way, because JAX's shutdown waits for the others.
     """
     status = main()
-    if status == INTERRUPTED:
+    processes = sys.modules.get("jaxspec.backend.processes")
+    if status == INTERRUPTED or (status and processes is not None and processes.count_processes() > 1):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -101,9 +101,16 @@ def add_options(parser: Parser) -> None:
 
 
 def _add_run_options(add: Callable) -> None:
-    """Adds the options of logging and of a dry run to a group of the parser."""
+    """Adds the options of logging, of several hosts and of a dry run to a group of the parser."""
     add("--log-to", action="append", default=[], type=choice_type("logger", ("tensorboard",)), metavar="tensorboard",
         help="write a log for TensorBoard as well; needs the package tensorboardX")  # fmt: skip
+    add(
+        "--hosts",
+        default="",
+        metavar="auto|HOST:PORT,N,I",
+        help="train with several processes: auto on a TPU pod, with SLURM or Open MPI; otherwise the address of "
+        "process 0, the number of processes, and the number of this one (default: one process)",
+    )
     add(
         "--dry-run",
         action="store_true",
@@ -176,11 +183,8 @@ def run(args: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file, expected a folder")
 
+    from jaxspec.backend import processes
     from jaxspec.cli import show
-    from jaxspec.train import card
-    from jaxspec.train.manifest import DRAFT_FOLDER, HEADS_FOLDER
-    from jaxspec.train.monitor import Monitor
-    from jaxspec.train.run import check_machine, train_heads
 
     if settings.trains_target:
         if fit_dtype != args.dtype:
@@ -189,25 +193,52 @@ def run(args: argparse.Namespace) -> int:
             "the target is trained as well: text will be lossless against the trained target, not against the original",
             answer=True,
         )
+    with processes.joined(args.hosts), show.silence() if processes.process_number() else contextlib.nullcontext():
+        _train(args, settings, out, fit_dtype)
+    return 0
+
+
+def _train(args: argparse.Namespace, settings: "TrainSettings", out: pathlib.Path, fit_dtype: str) -> None:
+    """Trains heads or a draft model. Process 0 fits a tree and writes the result, while other processes wait."""
+    from jaxspec.backend import processes
+    from jaxspec.cli import show
+    from jaxspec.train import card
+    from jaxspec.train.manifest import DRAFT_FOLDER, HEADS_FOLDER
+    from jaxspec.train.run import check_machine, train_heads
+
     check_machine(settings)
     _check_files(args, settings)
     target, settings = _load_target(args, settings)
     try:
-        with Monitor(out, args.log_to, settings.log_every) as monitor:
-            trained = train_heads(target, args.prompts, out, settings, watch=monitor.watch, data=args.data)
+        with _watch(args, settings, out) as watch:
+            trained = train_heads(target, args.prompts, out, settings, watch=watch, data=args.data)
     except KeyboardInterrupt:
         show.say(f"the run so far is kept in {out}; the same command resumes it", answer=True)
         raise
     folder = out / (DRAFT_FOLDER if settings.trains_model else HEADS_FOLDER)
     try:
-        _finish(trained, fit_dtype, folder, args)
+        processes.alone(lambda: _finish(trained, fit_dtype, folder, args))
     except KeyboardInterrupt:
         result = f"{folder} holds the result; " if folder.exists() else ""
         show.say(f"training is complete: {result}the same command continues with the measurement", answer=True)
         raise
-    show.print_card((folder / card.CARD_FILE).read_text())
-    show.say(f"written: {folder}")
-    return 0
+    if not processes.process_number():
+        show.print_card((folder / card.CARD_FILE).read_text())
+        show.say(f"written: {folder}")
+
+
+@contextlib.contextmanager
+def _watch(args: argparse.Namespace, settings: "TrainSettings", out: pathlib.Path) -> Iterator[Any]:
+    """Yields the callbacks of the run. Only process 0 shows progress and writes plots."""
+    from jaxspec.backend.processes import process_number
+    from jaxspec.train.log import Watch
+    from jaxspec.train.monitor import Monitor
+
+    if process_number():
+        yield Watch()
+        return
+    with Monitor(out, args.log_to, settings.log_every) as monitor:
+        yield monitor.watch
 
 
 def _load_target(args: argparse.Namespace, settings: "TrainSettings") -> "tuple[Model, TrainSettings]":
@@ -221,13 +252,13 @@ def _load_target(args: argparse.Namespace, settings: "TrainSettings") -> "tuple[
     from jaxspec.models.transformer import TransformerLM
     from jaxspec.train.placement import answer_mesh, default_mesh
 
-    devices = jax.devices()
+    devices = jax.local_devices()  # each process answers prompts with its own target
     chip = chip_of(devices[0])
-    if len(devices) == 1 or chip is None:
+    if jax.device_count() == 1 or chip is None:
         return show.load_model(args.target, args.dtype, kernels=False), settings
     checkpoint = open_source(args.target, report=show.say)
     mesh = answer_mesh(TransformerLM(checkpoint.config, activation_dtype(args.dtype)), devices, chip.memory)
-    settings = dataclasses.replace(settings, mesh=settings.mesh or default_mesh(settings, len(devices)))
+    settings = dataclasses.replace(settings, mesh=settings.mesh or default_mesh(settings, jax.device_count()))
     return show.load_model(checkpoint, args.dtype, kernels=False, mesh=mesh), settings
 
 

@@ -74,8 +74,14 @@ def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
+        return jax.jit(_same, out_shardings=sharding)(leaf)
     whole = to_host(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _same(leaf: jax.Array) -> jax.Array:
+    return leaf
 
 
 def replicate(params: Any, mesh: Mesh) -> Any:

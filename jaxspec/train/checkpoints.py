@@ -2,20 +2,25 @@
 
 A checkpoint is a folder with the arrays (`state/`, written by Orbax), the other values (`about.json`), and the sha256
 of every file of both in `SHA256SUMS`, which `sha256sum -c` can also check.
+
+Each device writes and reads its own parts of the arrays, so a checkpoint can be loaded on another mesh. With several
+processes, all processes write the arrays into one folder, and process 0 does everything else.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import pathlib
 import re
 import shutil
-import tempfile
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxspec.backend.processes import alone
 from jaxspec.checkpoints import orbax
 from jaxspec.errors import StorageError, TrainingError
 from jaxspec.storage.writing import sync_folder, write_whole
@@ -35,11 +40,13 @@ class TrainCheckpoint(NamedTuple):
         state: the `TrainState`.
         order: the position in the order of the rows (`jaxspec.train.sources.make_order`).
         best: step and score of the best evaluation on the held-out texts; None before the first.
+        devices: a description of the devices of the run that saved it, which decide the rounding of sums.
     """
 
     state: Any
     order: dict
     best: tuple[int, float] | None
+    devices: str = ""
 
 
 class DamagedCheckpoint(TrainingError):
@@ -72,50 +79,55 @@ class Checkpoints:
             StorageError: the checkpoint cannot be written; earlier checkpoints stay intact.
         """
         step = int(checkpoint.state.step)
-        if step in self._paths():
+        if alone(lambda: step in self._paths()):
             return
         path = self.folder / f"step-{step:08d}{INTERRUPTED_SUFFIX if extra else ''}"
-        leaves = {f"{i:04d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(checkpoint.state))}
+        part = self.folder / f".part-{path.name}"
+        leaves = {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(checkpoint.state))}
         about = {"sha256": fingerprint(leaves), "order": checkpoint.order, "best": checkpoint.best}
-        part = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".part-*"):  # left by a run that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            part = pathlib.Path(tempfile.mkdtemp(dir=self.folder, prefix=".part-"))
+        about |= {"devices": checkpoint.devices}
+
+        def begin() -> None:
+            with _writing(path, part):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for left in self.folder.glob(".part-*"):  # left by a run that was killed
+                    shutil.rmtree(left, ignore_errors=True)
+                part.mkdir()
+
+        def complete() -> None:
+            with _writing(path, part):
+                write_json(part / ABOUT_FILE, about)
+                sums = _lines(_sums(part)).encode()
+                write_whole(part / SUMS_FILE, lambda file: file.write(sums))
+                part.rename(path)
+                sync_folder(self.folder)
+            if not extra:
+                self._prune(None if checkpoint.best is None else checkpoint.best[0])
+
+        alone(begin)
+        with _writing(path, part):
             orbax.write_tree(part / STATE_FOLDER, leaves)
-            write_json(part / ABOUT_FILE, about)
-            sums = _lines(_sums(part)).encode()
-            write_whole(part / SUMS_FILE, lambda file: file.write(sums))
-            part.rename(path)
-            sync_folder(self.folder)
-        except (OSError, orbax.OrbaxError, StorageError) as error:
-            cause = getattr(error, "strerror", None) or str(error).removeprefix(f"{part}{os.sep}")
-            raise StorageError(f"{path} cannot be written: {cause}; earlier checkpoints are intact") from None
-        finally:
-            if part is not None:
-                shutil.rmtree(part, ignore_errors=True)
-        if not extra:
-            self._prune(None if checkpoint.best is None else checkpoint.best[0])
+        alone(complete)
 
     def load_newest(self, like: Any) -> tuple[TrainCheckpoint | None, list[str]]:
         """Returns the newest intact checkpoint, and a line for each newer, damaged checkpoint, which is renamed.
 
         Args:
-            like: a state with the same settings, for structure, shapes and dtypes.
+            like: a state with the same settings, for structure, shapes, dtypes and shardings.
 
         Raises:
             TrainingError: all checkpoints are damaged, or one cannot be read although it may be intact. In both cases
                 nothing is changed.
         """
         damaged: dict[int, DamagedCheckpoint] = {}
-        for step in reversed(self.steps()):
+        for step in reversed(alone(self.steps)):
             try:
                 checkpoint = self.load(step, like)
             except DamagedCheckpoint as error:
                 damaged[step] = error
                 continue
-            return checkpoint, [f"{error}; it is kept as {self._put_aside(step)}" for step, error in damaged.items()]
+            names = alone(lambda: [self._put_aside(step) for step in damaged])
+            return checkpoint, [f"{error}; it is kept as {name}" for error, name in zip(damaged.values(), names)]
         if damaged:
             _, first = next(iter(damaged.items()))
             raise TrainingError(
@@ -129,24 +141,24 @@ class Checkpoints:
 
         Args:
             step: the step.
-            like: a state with the same settings, for structure, shapes and dtypes.
+            like: a state with the same settings, for structure, shapes, dtypes and shardings. Its arrays may be of the
+                type `jax.ShapeDtypeStruct`.
 
         Raises:
             DamagedCheckpoint: the checkpoint is missing, or its files differ from the files that were written.
             TrainingError: the checkpoint cannot be read for another reason.
         """
-        path = self._paths().get(step)
-        if path is None:
-            raise DamagedCheckpoint(f"{self.folder}: the checkpoint of step {step} is missing")
         leaves, structure = jax.tree.flatten(like)
-        expected = {f"{i:04d}": np.zeros(leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)}
-        about = self.about(step)
+        expected = {f"{i:04d}": _placed_like(leaf) for i, leaf in enumerate(leaves)}
+        about = alone(lambda: self.about(step))
+        path = self.folder / about["name"]
         try:
             arrays = orbax.read_tree(path / STATE_FOLDER, expected)
             if fingerprint(arrays) != about["sha256"]:
                 raise ValueError("the arrays are not those that were written")
             best = None if about["best"] is None else tuple(about["best"])
-            return TrainCheckpoint(structure.unflatten([arrays[name] for name in expected]), about["order"], best)
+            state = structure.unflatten([arrays[name] for name in expected])
+            return TrainCheckpoint(state, about["order"], best, about.get("devices", ""))
         except (
             OSError,
             orbax.OrbaxError,
@@ -156,12 +168,14 @@ class Checkpoints:
             raise _unreadable(path, error) from None
 
     def about(self, step: int) -> dict[str, Any]:
-        """Verifies all files of a checkpoint, and returns the content of `about.json`; raises as `load` does."""
-        path = self._paths()[step]
+        """Verifies all files of a checkpoint; returns its `name` and the content of `about.json`. Raises as `load`."""
+        path = self._paths().get(step)
+        if path is None:
+            raise DamagedCheckpoint(f"{self.folder}: the checkpoint of step {step} is missing")
         try:
             difference = _difference(path)
             if difference is None:
-                return json.loads((path / ABOUT_FILE).read_text())
+                return json.loads((path / ABOUT_FILE).read_text()) | {"name": path.name}
         except (OSError, ValueError) as error:
             raise _unreadable(path, error) from None
         raise DamagedCheckpoint(f"{path}: is damaged: {difference}")
@@ -195,6 +209,26 @@ class Checkpoints:
         except OSError as error:
             raise TrainingError(f"{path}: is damaged and cannot be renamed: {error.strerror}") from None
         return name
+
+
+def _placed_like(leaf: Any) -> Any:
+    """Returns an array, or its description, as Orbax reads it: on the devices of a JAX array, or as a NumPy array."""
+    if isinstance(leaf, np.ndarray):
+        return np.zeros(leaf.shape, leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+@contextlib.contextmanager
+def _writing(path: pathlib.Path, part: pathlib.Path) -> Iterator[None]:
+    """Removes the temporary folder if a checkpoint cannot be written, and names the checkpoint in the error."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if not isinstance(error, (OSError, orbax.OrbaxError, StorageError)):
+            raise
+        cause = getattr(error, "strerror", None) or str(error).removeprefix(f"{part}{os.sep}")
+        raise StorageError(f"{path} cannot be written: {cause}; earlier checkpoints are intact") from None
 
 
 def _unreadable(path: pathlib.Path, error: Exception) -> TrainingError:

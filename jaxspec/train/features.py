@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.backend.compilation_cache import keep_compilations
+from jaxspec.backend.processes import alone, count_processes, process_number, wait_for_all
+from jaxspec.core.mesh import to_host
 from jaxspec.core.networks import LanguageModel, empty_feature
 from jaxspec.core.records import Params
 from jaxspec.errors import TrainingError
@@ -82,7 +84,7 @@ class CachedFeatures:
             TrainingError: the folder holds other features, a file is damaged, or a feature does not fit float16.
             StorageError: a file cannot be written.
         """
-        has_content = any(folder.glob("*.npy"))
+        has_content = alone(lambda: any(folder.glob("*.npy")))
         remove = (
             f"remove the folders {FEATURES_FOLDER} and {HELD_OUT_FOLDER} in {folder.parent}. The answers are kept, and "
             "the target reads their texts again"
@@ -92,24 +94,43 @@ class CachedFeatures:
         def advice(differing: list[str]) -> str:
             return change if {"target", "target_network"} & set(differing) else remove
 
-        write_or_match_manifest(folder / "features.json", about, has_content, "features", advice, causes, say)
-        self._files: list[np.ndarray] = []
-        for at in range(0, len(rows.tokens), ROWS_PER_FILE):
-            path = folder / f"{at // ROWS_PER_FILE:05d}.npy"
-            part = rows.tokens[at : at + ROWS_PER_FILE], rows.segments[at : at + ROWS_PER_FILE]
-            if not path.exists():
-                with np.errstate(over="ignore"):
-                    made = np.asarray(reader(*part), np.float16)
-                if not np.isfinite(made).all():
-                    raise TrainingError("the target's features do not fit into float16; set cache_features to false")
-                write_whole(path, lambda file, made=made: _save(file, made))
-            try:
-                self._files.append(np.load(path, mmap_mode="r"))
-                if self._files[-1].shape[:2] != part[0].shape:
-                    raise ValueError(f"unexpected shape {self._files[-1].shape}")
-            except (OSError, ValueError, EOFError) as error:
-                raise TrainingError(f"{path}: is damaged ({error}); remove it to have it computed again") from None
-            progress(min(at + ROWS_PER_FILE, len(rows.tokens)), len(rows.tokens))
+        alone(
+            lambda: write_or_match_manifest(
+                folder / "features.json", about, has_content, "features", advice, causes, say
+            )
+        )
+        begins = range(0, len(rows.tokens), ROWS_PER_FILE)
+        paths = [folder / f"{at // ROWS_PER_FILE:05d}.npy" for at in begins]
+        parts = [tuple(a[at : at + ROWS_PER_FILE] for a in (rows.tokens, rows.segments)) for at in begins]
+        missing = alone(lambda: [not path.exists() for path in paths])
+        for number, path in enumerate(paths):
+            if missing[number]:
+                self._compute(reader, parts[number], path, number)
+            progress(min(begins[number] + ROWS_PER_FILE, len(rows.tokens)), len(rows.tokens))
+        wait_for_all()
+        self._files = [self._open(path, part[0].shape) for path, part in zip(paths, parts)]
+
+    @staticmethod
+    def _compute(reader: Callable, part: tuple, path: pathlib.Path, number: int) -> None:
+        """Computes a file with the devices of all processes; one process writes it."""
+        with np.errstate(over="ignore"):
+            features = reader(*part)
+            made = np.asarray(to_host(features) if isinstance(features, jax.Array) else features, np.float16)
+        if not np.isfinite(made).all():
+            raise TrainingError("the target's features do not fit into float16; set cache_features to false")
+        if number % count_processes() == process_number():
+            write_whole(path, lambda file: _save(file, made))
+
+    @staticmethod
+    def _open(path: pathlib.Path, shape: tuple[int, ...]) -> np.ndarray:
+        """Opens a file of rows of this shape."""
+        try:
+            file = np.load(path, mmap_mode="r")
+            if file.shape[:2] != shape:
+                raise ValueError(f"unexpected shape {file.shape}")
+        except (OSError, ValueError, EOFError) as error:
+            raise TrainingError(f"{path}: is damaged ({error}); remove it to have it computed again") from None
+        return file
 
     def at(self, tokens: np.ndarray) -> np.ndarray:
         """Returns the features `[*b, E]` of the tokens with these numbers `[*b]`: row times T plus position."""

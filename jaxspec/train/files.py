@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.core.mesh import to_host
 from jaxspec.storage.writing import write_whole
 
 
@@ -18,10 +19,13 @@ def write_json(path: pathlib.Path, value: Any) -> None:
 
 
 def fingerprint(tree: Any) -> str:
-    """Returns the sha256 of the names, shapes, dtypes and bytes of all arrays of a pytree."""
+    """Returns the sha256 of the names, shapes, dtypes and bytes of all arrays of a pytree.
+
+    The devices that hold the arrays do not change it. If processes share the arrays, all of them must call it.
+    """
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(leaf)
+        array = to_host(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
         digest.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}\n".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return digest.hexdigest()

@@ -1,10 +1,15 @@
-"""Ctrl-C in a loop that may only be left between two steps."""
+"""Ctrl-C in a loop that may only be left between two steps, by all processes after the same step."""
 
 import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from jaxspec.backend import processes
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that interrupt a loop, if they raise `KeyboardInterrupt` elsewhere. SIGTERM does so on several hosts."""
 
 
 class Interrupts:
@@ -13,23 +18,29 @@ class Interrupts:
     It changes nothing outside the main thread, or if the program has its own handler.
 
     Attributes:
-        wanted: whether Ctrl-C was pressed.
+        wanted: whether Ctrl-C was pressed in this process.
     """
 
     def __init__(self, say: Callable[[str], Any]):
         """Takes a function that is called with a line of text at the first Ctrl-C."""
         self.wanted, self._say, self._saving = False, say, False
+        self._run = processes.number_run()
 
     def __enter__(self) -> "Interrupts":
         main = threading.current_thread() is threading.main_thread()
-        self._ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._ours:
-            signal.signal(signal.SIGINT, self._take)
+        handled = signal.default_int_handler
+        self._ours = [number for number in SIGNALS if main and signal.getsignal(number) is handled]
+        for number in self._ours:
+            signal.signal(number, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in self._ours:
+            signal.signal(number, signal.default_int_handler)
+
+    def ends_after(self, step: int) -> bool:
+        """Returns whether the loop ends after this step, because Ctrl-C was pressed in any process."""
+        return processes.ends_after(step, self.wanted, self._run)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxspec.backend.processes import alone, process_number
 from jaxspec.errors import StorageError, TrainingError
 from jaxspec.storage.writing import reason, write_whole
 from jaxspec.train.manifest import LOG_FILE
@@ -31,7 +32,8 @@ class Watch:
 class Log:
     """The log of a run: the lines up to the step that the run continues after, and the lines that are added.
 
-    Lines of later steps are moved to `undone.jsonl`, because the run takes these steps again.
+    Lines of later steps are moved to `undone.jsonl`, because the run takes these steps again. Of several processes,
+    process 0 writes the files.
 
     Attributes:
         records: the lines of `log.jsonl`.
@@ -44,6 +46,10 @@ class Log:
     def __init__(self, folder: pathlib.Path, step: int):
         """Opens the log of a run that continues after a step."""
         self._paths = [folder / name for name in (LOG_FILE, SPEED_FILE)]
+        self.records: list[dict] = alone(lambda: self._open(folder, step))
+
+    def _open(self, folder: pathlib.Path, step: int) -> list[dict]:
+        """Moves later lines, and returns the lines that remain."""
         logs = [read_log(path) for path in self._paths]
         for path, (records, cut) in zip(self._paths, logs):
             kept = [record for record in records if record["step"] <= step]
@@ -52,7 +58,7 @@ class Log:
             if undone or cut or not path.exists():
                 text = "".join(map(_line, kept))
                 write_whole(path, lambda file, text=text: file.write(text.encode()))
-        self.records = [record for record in logs[0][0] if record["step"] <= step]
+        return [record for record in logs[0][0] if record["step"] <= step]
 
     def add(self, record: dict) -> None:
         """Adds a line to `log.jsonl`."""
@@ -65,6 +71,8 @@ class Log:
 
     @staticmethod
     def _append(path: pathlib.Path, *records: dict) -> None:
+        if process_number():
+            return
         try:
             with path.open("a") as file:
                 file.write("".join(map(_line, records)))

@@ -69,7 +69,8 @@ class Loop:
             watch: callbacks for progress.
         """
         self.setup, self._watch, self.store = setup, watch, Checkpoints(folder / CHECKPOINTS_FOLDER)
-        checkpoint, problems = self.store.load_newest(initial)
+        placement = setup.placement
+        checkpoint, problems = self.store.load_newest(placement.describe(initial))
         for line in problems:
             watch.say(line)
         self._order = sources.make_order(len(setup.rows.rows.tokens), setup.settings)
@@ -84,7 +85,8 @@ class Loop:
                     f"grain has another version: {error!s:.200}"
                 ) from None
             watch.say(f"resumes after step {int(checkpoint.state.step)}")
-        placement = setup.placement
+            if checkpoint.devices not in ("", placement.devices):
+                watch.say(f"that step was saved on {checkpoint.devices}; sums on {placement.devices} round differently")
         # A copy, because a step donates the buffers of its state.
         state = placement.put(checkpoint.state, placement.split(checkpoint.state))
         self._state: TrainState = jax.tree.map(jnp.copy, state)
@@ -122,12 +124,14 @@ class Loop:
                     self._settle(now)
                     self._evaluate(now, self.setup.held)
                 regular = now % settings.save_every == 0 or last or (self.best is not None and self.best[0] == now)
-                if regular or interrupts.wanted:
+                ends = interrupts.ends_after(now)
+                if regular or ends:
                     self._settle(now)
                     with interrupts.saving():
-                        state = jax.device_get(self._state)
-                        self.store.save(TrainCheckpoint(state, order, self.best), extra=not regular)
-                if interrupts.wanted:
+                        devices = self.setup.placement.devices
+                        saved = TrainCheckpoint(self._state, order, self.best, devices)
+                        self.store.save(saved, extra=not regular)
+                if ends:
                     self._watch.say(f"interrupted after step {now}, which is saved in {self.store.folder}")
                     raise KeyboardInterrupt
         return self._state

@@ -125,6 +125,22 @@ class Placement:
             return self.whole
         return NamedSharding(self.mesh, P(*[None] * axis, (DATA, MODEL)))
 
+    @property
+    def devices(self) -> str:
+        """A description of the devices, which decide the order of sums over devices."""
+        sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        kind = self.mesh.devices.flat[0].device_kind
+        processes = len({device.process_index for device in self.mesh.devices.flat})
+        return f"{kind}, {sizes}" + (f", in {processes} processes" if processes > 1 else "")
+
+    def describe(self, state: Any) -> Any:
+        """Returns the shapes, dtypes and shardings of a state between steps."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            state,
+            self.split(state),
+        )
+
     def put(self, tree: Any, shardings: Any) -> Any:
         """Places arrays; `shardings` is one sharding, or a pytree of shardings."""
         if isinstance(shardings, NamedSharding):

@@ -23,12 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.amounts import plural
+from jaxspec.backend.processes import alone, count_processes
 from jaxspec.core.checks import check_arguments
 from jaxspec.core.mesh import DATA, MODEL, to_host
 from jaxspec.core.networks import need_members
 from jaxspec.errors import InvalidConfig, TrainingError, shown
 from jaxspec.generation.inputs import check_model
 from jaxspec.heads.network import DraftHeads
+from jaxspec.models.columns import gather
 from jaxspec.models.kernels import without_kernels
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import mesh_of
@@ -93,6 +95,9 @@ def train_heads(
     Ctrl-C ends the run after the current step and saves a checkpoint. The same call resumes the run. The result has the
     same bits as the result of a run without an interruption.
 
+    Several processes, which `jaxspec.backend.processes.joined` connects, make the same call with the same folder, which
+    all of them can read and write. Each process has the target on its own devices.
+
     Args:
         target: target model, of any network that is a `HeadTarget`. It is frozen, unless the settings train it as well.
             Without a tokenizer, prompts are token ids. A target that was placed on a mesh
@@ -156,12 +161,18 @@ def check_machine(settings: TrainSettings) -> None:
     """Checks the devices and packages that training needs.
 
     Raises:
-        InvalidConfig: there are fewer devices than requested.
+        InvalidConfig: there are fewer devices than requested, or a process has no device of the mesh.
         MissingPackage: grain is not installed.
     """
     if (count := math.prod(parse_mesh(settings.mesh))) > jax.device_count():
         raise InvalidConfig(
             f"mesh {settings.mesh!r} needs {count} devices, but JAX has {plural(jax.device_count(), 'device')}"
+        )
+    taking_part = {device.process_index for device in Placement.of(settings).mesh.devices.flat}
+    if settings.mesh and len(taking_part) < count_processes():
+        raise InvalidConfig(
+            f"mesh {settings.mesh!r} has devices of {plural(len(taking_part), 'process')} of {count_processes()}; use "
+            "a larger mesh or a larger batch, so that every process takes part, or fewer processes"
         )
     sources.import_grain()
 
@@ -189,12 +200,13 @@ def _prepare(
         "prompts": digest_of([(row.messages, row.text, row.ids, *row.tools) for row in read])
     }
     about |= manifest.run_settings(run.settings) | describe_start(run.start)
-    manifest.match_run(run.folder, run.data_folder, about, identity.encoding_values, lambda line: None)
+    causes, say = identity.encoding_values, run.watch.say
+    alone(lambda: manifest.match_run(run.folder, run.data_folder, about, causes, lambda line: None))
     used = prepare_data(answerer, identity, read, unread, run.data_folder, run.settings, run.trainee.drafted, run.watch)
     if run.start is not None and "tokens" in run.start.params:
         used = used._replace(ids=np.asarray(run.start.params["tokens"]))
     texts = fingerprint((used.rows._asdict(), used.held._asdict()))
-    manifest.match_run(run.folder, run.data_folder, about | {"texts": texts}, identity.encoding_values, run.watch.say)
+    alone(lambda: manifest.match_run(run.folder, run.data_folder, about | {"texts": texts}, causes, say))
     return used
 
 
@@ -215,7 +227,7 @@ def _set_up(run: _Run, identity: TargetIdentity, used: Data) -> LoopSetup:
         if not reads:
             return sources.omit_features(rows)
         folder = run.data_folder / name
-        if not settings.cache_features or not sources.suit_disk(reader, params, rows, folder, run.watch):
+        if not settings.cache_features or not alone(lambda: sources.suit_disk(reader, params, rows, folder, run.watch)):
             return sources.compute_features_on_demand(reader, params, rows)
         return sources.cache_features(reader, run.target, identity, rows, trainee, settings, folder, run.watch)
 
@@ -247,7 +259,12 @@ def _conclude(run: _Run, given: Model, used: Data, loop: Loop, state: TrainState
     # Heads are small beside the target, so the result is on one device.
     heads = params.heads if run.placement.mesh.size == 1 else jax.tree.map(_to_host, params.heads)
     result = trainee.result(heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}", run.start)
-    own = without_kernels(given) if params.target is None else dataclasses.replace(target, params=params.target)
+    own = without_kernels(given)
+    if params.target is not None:
+        lm, trained = target.lm, params.target
+        if count_processes() > 1:  # a program of one process can read it
+            lm, trained = gather(lm, jax.tree.map(_to_host, trained))
+        own = dataclasses.replace(target, lm=lm, params=trained)
     return Trained(
         result, own, used, loop.log.records, int(state.step), int(state.skipped), trainee, run.settings
     )  # fmt: skip

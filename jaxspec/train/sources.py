@@ -6,10 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.amounts import plural, size
+from jaxspec.backend.processes import alone
+from jaxspec.core.mesh import to_host
 from jaxspec.core.records import Params
 from jaxspec.errors import MissingPackage
 from jaxspec.models.model import Model
@@ -43,7 +46,8 @@ class Source(NamedTuple):
         """Yields all rows in order, in batches of one size; the last one is padded. `placement` splits the rows."""
         for at in range(0, len(self.rows.tokens), size):
             index = np.arange(at, min(at + size, len(self.rows.tokens)))
-            part = [np.asarray(a) for a in (*(a[index] for a in self.rows), self.features_of(index))]
+            features = self.features_of(index)
+            part = [*(a[index] for a in self.rows), to_host(features) if isinstance(features, jax.Array) else features]
             padded: Any = [np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part]
             if placement is None:
                 yield Batch(*map(jnp.asarray, padded))
@@ -93,7 +97,7 @@ def cache_features(
     """
     about = identity.feature_values | {"texts": fingerprint(rows._asdict())}
     about |= {"network": dict(trainee.feature_settings) or None}
-    if not any(folder.glob("*.npy")):
+    if not alone(lambda: any(folder.glob("*.npy"))):
         num_bytes = reader.size(target.params, rows.tokens.size)
         watch.say(f"the features of {plural(rows.tokens.size, 'token')} take {size(num_bytes)} in {folder}")
     features = CachedFeatures(

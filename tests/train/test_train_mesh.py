@@ -119,6 +119,110 @@ def test_a_step_on_eight_devices_is_the_step_on_one():
     assert eight["answers"] == [[8, 1], [4, 2]]
 
 
+CHECKPOINTS = """
+import json, pathlib, sys
+import jax, jax.numpy as jnp
+sys.path.insert(0, sys.argv[1])
+import jaxspec
+from helpers.damage import damaged
+from train.test_training_checkpoints import state
+from jaxspec.train import placement
+from jaxspec.train.checkpoints import Checkpoints, DamagedCheckpoint, TrainCheckpoint
+from jaxspec.train.files import fingerprint
+
+placement.MIN_SPLIT_ELEMENTS = 4
+folder = pathlib.Path(sys.argv[2])
+store, given = Checkpoints(folder), state(3)
+given = given._replace(params=given.params._replace(heads={"weight": jnp.arange(96.0).reshape(3, 32)}))
+places = [placement.Placement(jaxspec.make_mesh(*shape)) for shape in ((4, 2), (8, 1), (2, 2), (1, 1))]
+store.save(TrainCheckpoint(places[0].put(given, places[0].split(given)), {"at": 3}, None, places[0].devices))
+found = {"sha256": [fingerprint(given)], "split": [], "refused": 0}
+for place in places:
+    like = place.describe(given)
+    loaded = store.load(3, like)
+    assert (loaded.order, loaded.devices) == ({"at": 3}, places[0].devices)
+    pairs = list(zip(jax.tree.leaves(loaded.state), jax.tree.leaves(like)))
+    assert all(leaf.sharding == wanted.sharding for leaf, wanted in pairs)
+    found["split"].append(sum(not leaf.sharding.is_fully_replicated for leaf, _ in pairs))
+    found["sha256"].append(fingerprint(loaded.state))
+for what in damaged(folder / "step-00000003", 12, seed=0):
+    try:
+        store.load(3, places[1].describe(given))
+    except DamagedCheckpoint:
+        found["refused"] += 1
+print(json.dumps(found))
+"""
+
+
+def test_a_checkpoint_of_split_arrays_is_read_on_other_meshes(tmp_path):
+    """With the same bits and with the shardings of the other mesh; damage is found as for whole arrays."""
+    words = [sys.executable, "-c", CHECKPOINTS, str(TESTS), str(tmp_path)]
+    done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(set(found["sha256"])) == 1
+    assert (found["split"], found["refused"]) == ([1, 1, 1, 0], 12)
+
+
+ELSEWHERE = """
+import json, pathlib, shutil, sys
+import jaxspec
+sys.path.insert(0, sys.argv[1])
+from helpers import trainees
+from jaxspec.train import placement
+from jaxspec.train.log import Watch
+from train.test_train_mesh import KINDS
+placement.MIN_SPLIT_ELEMENTS = 64
+
+folder, target = pathlib.Path(sys.argv[2]), trainees.target(num_kv_heads=4)
+prompts = trainees.write_prompts(folder / "prompts.jsonl")
+
+
+def run(name, mesh, stop=99):
+    said = []
+
+    def step(now, *_):
+        if now == stop:
+            raise KeyboardInterrupt
+
+    changes = dict(mesh=mesh, batch=16, accumulate=2, steps=6, log_every=1, save_every=2, row_tokens=40)
+    watch = Watch(step=step, say=said.append)
+    trained = trainees.train(
+        target, [prompts], folder / name, watch, data=folder / "data", of=KINDS["eagle3"], **changes
+    )
+    about = json.loads(max((folder / name).glob("checkpoints/*/about.json")).read_text())
+    losses = [record["loss"] for record in trained.log if "loss" in record]
+    return {"losses": losses, "order": about["order"], "sha256": about["sha256"], "said": said}
+
+
+found = [run("whole", sys.argv[3])]
+try:
+    run("part", sys.argv[3], stop=4)
+except KeyboardInterrupt:
+    pass
+for number, mesh in enumerate(sys.argv[3:]):
+    shutil.copytree(folder / "part", folder / str(number))
+    found.append(run(str(number), mesh))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    """On the same mesh with the same bits; on others with the same order of rows and losses that are rounded."""
+    words = [sys.executable, "-c", ELSEWHERE, str(TESTS), str(tmp_path), "data=4,model=2", "data=8", "data=1"]
+    done = subprocess.run(words, env=simulated(8), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole, same, *others = json.loads(done.stdout.splitlines()[-1])
+    assert (same["sha256"], same["losses"]) == (whole["sha256"], whole["losses"])
+    assert "resumes after step 2" in same["said"]
+    assert not any("round differently" in line for line in same["said"])
+    for other in others:
+        assert any("data=4, model=2; sums on " in line for line in other["said"])
+        assert other["order"] == whole["order"]
+        assert other["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+
 ANSWERS = """
 import json, pathlib, sys
 import jax
