@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxspec.checkpoints.hf_write import export_model as export_model
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
+    from jaxspec.core.bias import LogitBias as LogitBias
     from jaxspec.core.cache import append_to_cache as append_to_cache
     from jaxspec.core.cache import empty_cache as empty_cache
     from jaxspec.core.drafter import DrafterInputs as DrafterInputs
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
     from jaxspec.models.functional import from_flax as from_flax
     from jaxspec.models.model import Model as Model
     from jaxspec.models.sharding import shard as shard
+    from jaxspec.processors.budget import ThinkingBudget as ThinkingBudget
+    from jaxspec.processors.masks import AllowedTokens as AllowedTokens
+    from jaxspec.processors.masks import SuppressTokens as SuppressTokens
     from jaxspec.processors.minimum import MinNewTokens as MinNewTokens
     from jaxspec.processors.penalties import FrequencyPenalty as FrequencyPenalty
     from jaxspec.processors.penalties import PresencePenalty as PresencePenalty
@@ -81,6 +85,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "jaxspec.api": ("generate", "stream"),
+    "jaxspec.core.bias": ("LogitBias",),
     "jaxspec.core.tree_search": ("best_tree", "expected_tokens", "fastest_tree"),
     "jaxspec.core.cache": ("append_to_cache", "empty_cache"),
     "jaxspec.core.mesh": ("make_mesh",),
@@ -112,6 +117,8 @@ _MODULES = {
     "jaxspec.generation.drafting": ("Drafting",),
     "jaxspec.generation.precompile": ("precompile",),
     "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
+    "jaxspec.processors.budget": ("ThinkingBudget",),
+    "jaxspec.processors.masks": ("AllowedTokens", "SuppressTokens"),
     "jaxspec.processors.minimum": ("MinNewTokens",),
     "jaxspec.processors.penalties": ("FrequencyPenalty", "PresencePenalty", "RepetitionPenalty"),
     "jaxspec.processors.words": ("BadWords", "NoRepeatNgram"),

@@ -25,6 +25,8 @@ SYNONYMS = {
     "bad_words_ids": "sampling=jaxspec.Sampling(processors=[jaxspec.BadWords(...)])",
     "min_new_tokens": "sampling=jaxspec.Sampling(processors=[jaxspec.MinNewTokens(...)])",
     "min_tokens": "sampling=jaxspec.Sampling(processors=[jaxspec.MinNewTokens(...)])",
+    "suppress_tokens": "sampling=jaxspec.Sampling(processors=[jaxspec.SuppressTokens(...)])",
+    "allowed_token_ids": "sampling=jaxspec.Sampling(processors=[jaxspec.AllowedTokens(...)])",
     "processors": "sampling=jaxspec.Sampling(processors=...)",
     "do_sample": "sampling=jaxspec.Sampling(temperature=...)",
     "temp": "sampling=jaxspec.Sampling(temperature=...)",

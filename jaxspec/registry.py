@@ -111,12 +111,16 @@ SCHEDULES = Members(
 PROCESSORS = Members(
     "jaxspec.processors",
     {
+        "logit-bias": "jaxspec.core.bias:LogitBias",
         "repetition": "jaxspec.processors.penalties:RepetitionPenalty",
         "presence": "jaxspec.processors.penalties:PresencePenalty",
         "frequency": "jaxspec.processors.penalties:FrequencyPenalty",
         "no-repeat-ngram": "jaxspec.processors.words:NoRepeatNgram",
         "bad-words": "jaxspec.processors.words:BadWords",
         "min-new-tokens": "jaxspec.processors.minimum:MinNewTokens",
+        "allowed-tokens": "jaxspec.processors.masks:AllowedTokens",
+        "suppress-tokens": "jaxspec.processors.masks:SuppressTokens",
+        "thinking-budget": "jaxspec.processors.budget:ThinkingBudget",
     },
 )
 

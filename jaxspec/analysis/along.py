@@ -13,8 +13,9 @@ from jaxspec.analysis.laws import AnyArray
 from jaxspec.analysis.length import ChainLengths
 from jaxspec.core import sizes
 from jaxspec.core.checks import index, whole
-from jaxspec.core.laws import log_law, scores
+from jaxspec.core.laws import log_law, scores, widened
 from jaxspec.core.networks import LanguageModel
+from jaxspec.core.processor import Beginning, process_prefixes
 from jaxspec.core.records import Cache, Params, Window
 from jaxspec.core.sampling import Sampling
 from jaxspec.errors import CapacityError, EmptyPrompt, InvalidConfig, ShapeMismatch, TokenOutOfRange, shown
@@ -36,7 +37,8 @@ def text_laws(
         lm: the model, such as `model.lm`.
         params: its parameters, such as `model.params`.
         text: token ids.
-        sampling: temperature and truncation of the laws, as numbers.
+        sampling: temperature, truncation and processors of the laws, as numbers. For processors, the prompt is
+            `text[: first + 1]`, and no token is a stop token.
         first: the index of the first token after which a law is returned: one law for each token of `text[first:]`.
 
     Returns:
@@ -57,7 +59,9 @@ def text_laws(
     for start in range(0, len(features), POSITIONS):
         chunk = features[start : start + POSITIONS]
         padded = np.pad(chunk, ((0, POSITIONS - len(chunk)), (0, 0)), mode="edge")
-        chunks.append(np.asarray(_laws(lm, params, padded, rows))[: len(chunk)])
+        prefixes = jnp.minimum(first + 1 + start + jnp.arange(POSITIONS), len(ids))
+        known = jnp.asarray(ids, jnp.int32), prefixes, first + 1
+        chunks.append(np.asarray(_laws(lm, params, padded, rows, *known))[: len(chunk)])
     return np.concatenate(chunks)
 
 
@@ -137,8 +141,20 @@ def _read(lm: LanguageModel, params: Params, tokens: Array, cache: Cache) -> tup
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _laws(lm: LanguageModel, params: Params, features: Float[Array, "n E"], rows: Sampling) -> Float[Array, "n V"]:
-    logits = lm.head(params, features[:, None])
+def _laws(
+    lm: LanguageModel,
+    params: Params,
+    features: Float[Array, "n E"],
+    rows: Sampling,
+    text: Int[Array, "S"],
+    prefixes: Int[Array, "n"],
+    start: Array | int,
+) -> Float[Array, "n V"]:
+    """Returns the laws after prefixes of a text; see `process_prefixes`."""
+    logits = widened(lm.head(params, features[:, None]))
+    if rows.processors:
+        beginning = Beginning(lm.vocab, len(text), jnp.full((len(prefixes), 1), -1))
+        logits = process_prefixes(rows.processors, beginning, text, prefixes, start, logits[:, 0])[:, None]
     return jnp.exp(log_law(scores(logits, rows), rows))[:, 0]
 
 

@@ -50,7 +50,7 @@ def certify(
     sampling = inputs.mask_padding(target, setup.common["sampling"], 1)
     text = prompt.tokens + plain[: difference.place]
     with np.errstate(invalid="ignore"):  # -inf - -inf if neither token can be drawn
-        gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling)
+        gap = tie_gap(target.lm, target.params, text, (one, other), prompt.key, sampling, len(prompt.tokens))
     if foreign:
         certificate = "peer"
     elif in_float32(target):

@@ -103,6 +103,7 @@ class Checkpoint:
         architecture: the file's own name of the architecture.
         stored: the file's tensors, by their names in the file.
         settings: see `jaxspec.Model`.
+        generation: the content of generation_config.json; empty if there is no such file.
         left_out: the file's tensors that do not belong to the text model, such as encoders of images.
         path: the path of the files; empty if `source` is the path.
     """
@@ -123,6 +124,7 @@ class Checkpoint:
     architecture: str = ""
     stored: Mapping[str, StoredTensor] = dataclasses.field(default_factory=dict, repr=False)
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     left_out: tuple[str, ...] = ()
     path: str = ""
 

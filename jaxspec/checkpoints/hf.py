@@ -70,6 +70,7 @@ def open_hf(path: str | os.PathLike, context: int | None = None) -> Checkpoint:
         architecture=str(settings["model_type"]),
         stored=stored,
         settings=settings,
+        generation=generation,
         left_out=left_out,
     )
 

@@ -23,11 +23,13 @@ from jaxspec.checkpoints.base import (
     check_shape,
     describe_left_out,
 )
+from jaxspec.checkpoints.defaults import default_processors
 from jaxspec.checkpoints.presets import PRESETS
 from jaxspec.checkpoints.source import open_source
 from jaxspec.confined.process import CONFINED
-from jaxspec.core.checks import check_arguments, one_of
+from jaxspec.core.checks import check_arguments, flag, one_of
 from jaxspec.core.mesh import MODEL, check_mesh
+from jaxspec.core.processor import Processor
 from jaxspec.errors import InvalidConfig, in_source
 from jaxspec.kernels.library import describe_kernels, kernels_available, use_kernels
 from jaxspec.models import sharding
@@ -52,6 +54,7 @@ def load(
     kernels: bool | None = None,
     attention: str = "xla",
     exact: bool | None = None,
+    generation_config: bool = True,
     report: Callable[[str], Any] | None = None,
     progress: Callable[[int, int, str], Any] | None = None,
 ) -> Model:
@@ -77,8 +80,12 @@ def load(
             Pallas; on a GPU, products run by XLA in one fixed order if a size of the network has no Pallas kernel. The
             model's `repr` says which. Devices of a mesh may share layers if products run in Pallas. No form has been
             measured on a GPU or TPU yet, see docs/gpu.md and docs/tpu.md. None to use the fastest form.
-        report: called with a line of text on each step of a download, if `exact` leaves products to XLA, and if parts
-            of the file are left out, such as encoders of images; None for a warning about such parts.
+        generation_config: whether texts have the penalties and forbidden tokens that the model's
+            generation_config.json sets (docs/processors.md); see `jaxspec.Model.processors`. Its temperature, top-k
+            and top-p are never used.
+        report: called with a line of text on each step of a download, if `exact` leaves products to XLA, if
+            generation_config.json sets penalties, and if parts of the file are left out, such as encoders of images;
+            None for a warning about such parts.
         progress: called with (parameters read, total parameters, name of the parameter).
 
     Returns:
@@ -112,6 +119,7 @@ def load(
     execution = resolve_exact(execution, exact, dtype, checkpoint.config, sharding.platform_of(mesh), report)
     if (note := describe_left_out(checkpoint)) is not None:
         (report or _warn)(note)
+    processors = _default_processors(checkpoint, flag("generation_config", generation_config), report)
     size = checkpoint.config.vocab_size
     with in_source(checkpoint.source):
         tokenizer = Tokenizer.from_source(checkpoint.tokenizer, size) if checkpoint.tokenizer else None
@@ -146,8 +154,20 @@ def load(
         name=name,
         preset=checkpoint.source if checkpoint.source in PRESETS else None,
         settings=checkpoint.settings,
+        processors=processors,
         heads_inside=(checkpoint.path or checkpoint.source) if checkpoint.has_drafting_layer else None,
     )
+
+
+def _default_processors(
+    checkpoint: Checkpoint, wanted: bool, report: Callable[[str], Any] | None
+) -> tuple[Processor, ...]:
+    """Returns the processors of generation_config.json if they are wanted, and reports them."""
+    generation = checkpoint.generation if wanted else {}
+    processors, asked = default_processors(checkpoint.source, generation, checkpoint.config.vocab_size)
+    if asked is not None and report is not None:
+        report(asked)
+    return processors
 
 
 def _execution(kernels: bool, attention: str, mesh: Mesh | None) -> Execution:

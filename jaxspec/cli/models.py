@@ -34,6 +34,7 @@ class Sources:
         context: the maximum length of the target's texts; None for the maximum that the target was made for.
         allow_pickle: whether heads may be read from `.pt` files.
         exact: True if the bits of a text must not depend on the drafter; None for the fastest form. See `jaxspec.load`.
+        generation_config: whether texts have the processors that generation_config.json sets.
     """
 
     target: str
@@ -44,6 +45,7 @@ class Sources:
     context: int | None
     allow_pickle: bool
     exact: bool | None = None
+    generation_config: bool = False
 
 
 def add_heads(add: Callable, *, several: bool = False) -> None:
@@ -94,6 +96,7 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
     return Sources(
         args.target, draft, tuple(heads or ()), args.dtype, draft_dtype, args.context, args.allow_pickle,
         True if args.exact else None,
+        getattr(args, "generation_config", False),
     )  # fmt: skip
 
 
@@ -184,7 +187,9 @@ def load_models(
     draft = None if sources.draft is None else open_source(sources.draft, report=show.say)
     checkpoint = open_source(sources.target, report=show.say, context=sources.context)
     _check_target(sources.target, checkpoint, new_tokens, chat)
-    target = show.load_model(checkpoint, sources.dtype, exact=sources.exact)
+    target = show.load_model(
+        checkpoint, sources.dtype, exact=sources.exact, generation_config=sources.generation_config
+    )
     if draft is None:
         return target, None
     same = (sources.draft, sources.draft_dtype) == (sources.target, sources.dtype)

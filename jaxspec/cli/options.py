@@ -117,6 +117,8 @@ def whole_type(least: int, most: int = MAX_INT32) -> Callable[[str], int]:
 
 
 COUNT_TYPE = whole_type(1, MAX_INT32)
+CHECKED_VOCAB = 1 << 20
+"""A size that no vocabulary exceeds: token ids on the command line are compared with it before a model is loaded."""
 """The type of an option whose value is a number of things, at least one."""
 
 
@@ -336,6 +338,12 @@ def add_sampling(parser: Parser) -> Callable:
         metavar="NAME=VALUE",
         help=f"changes the logits by the text so far ({'|'.join(PROCESSORS)}), as in repetition=1.1; repeatable",
     )
+    add(
+        "--generation-config",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the penalties and forbidden tokens that the target's generation_config.json sets",
+    )
     return add
 
 
@@ -343,14 +351,21 @@ def parse_processor(text: str) -> "Processor":
     """Parses NAME=VALUE as a processor of the registry and its setting, which is JSON."""
     name, _, value = text.partition("=")
     try:
-        processor = find("processor", name)(json.loads(value))
-        processor.rows(1, MAX_INT32)
+        setting = json.loads(value, object_hook=_by_id)
+        named = isinstance(setting, dict) and all(isinstance(key, str) for key in setting)
+        processor = find("processor", name)(**setting) if named else find("processor", name)(setting)
+        processor.rows(1, CHECKED_VOCAB)
     except (JaxspecError, TypeError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     except (ValueError, RecursionError):
         expected = "expected NAME=VALUE with a number or JSON, as in repetition=1.1"
         raise argparse.ArgumentTypeError(f"{expected}, got {shown(text)}") from None
     return processor
+
+
+def _by_id(entries: dict[str, Any]) -> dict[Any, Any]:
+    """Returns an object of JSON with whole numbers as keys, which JSON writes as strings."""
+    return {int(key) if key.isdecimal() else key: value for key, value in entries.items()}
 
 
 def add_limits(add: Callable) -> None:

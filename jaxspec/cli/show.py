@@ -172,6 +172,7 @@ def load_model(
     kernels: bool | None = None,
     exact: bool | None = None,
     mesh: "Mesh | None" = None,
+    generation_config: bool = False,
 ) -> "Model":
     """Loads a model and shows a progress bar; see `jaxspec.load` for the arguments."""
     from jaxspec.checkpoints.load import load as read
@@ -179,7 +180,10 @@ def load_model(
     name = source if isinstance(source, str) else source.source
     weights = "with the weights of the file as they are" if dtype == "file" else f"in {dtype}"
     with Bar(f"loading {name} {weights}") as bar:
-        return read(source, dtype=dtype, mesh=mesh, kernels=kernels, exact=exact, report=say, progress=bar)
+        return read(
+            source, dtype=dtype, mesh=mesh, kernels=kernels, exact=exact, generation_config=generation_config,
+            report=say, progress=bar,
+        )  # fmt: skip
 
 
 def format_summary(timing: "Timing", stats: "Stats") -> str:

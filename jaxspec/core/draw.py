@@ -8,14 +8,15 @@ top-k; Kool, van Hoof and Welling 2019, arXiv:1903.06059).
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.laws import first_highest, highest, log_law, scores, temper_logits
+from jaxspec.core.laws import first_highest, highest, log_law, scores, temper_logits, widened
 from jaxspec.core.noise import RoundNoise
+from jaxspec.core.processor import process, process_some, read_texts
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 
 
@@ -56,6 +57,8 @@ class Draw:
         stop_after: the method `Schedule.stop_after`: given the law after each node and the drafter's own estimate, if
             it has one, it returns the nodes below which nothing is drafted.
         count: the method `Schedule.count_nodes` for the schedule's state.
+        states: the states of the processors after the committed text. The drafter's logits are changed as the target's
+            logits are, so that the draft contains only allowed tokens.
     """
 
     kind: Noise
@@ -64,6 +67,12 @@ class Draw:
     limit: Int[Array, "B"] | None = None
     stop_after: Callable[..., Array | None] = lambda law, estimate=None: None
     count: Callable[..., Array | None] = lambda log_acceptance, drafting, together: None
+    states: tuple[Any, ...] = ()
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether logits are changed by the path to their node, which the caller must then pass."""
+        return read_texts(self.states)
 
     @property
     def roots(self) -> Int[Array, "B"]:
@@ -99,7 +108,8 @@ class Draw:
         width: int,
         ids: Int[Array, "R"] | None = None,
         estimate: Float[Array, "B n"] | None = None,
-    ) -> tuple[Int[Array, "B n C"], Float[Array, "B n V"] | None]:
+        paths: Int[Array, "B m D"] | None = None,
+    ) -> tuple[Int[Array, "B m C"], Float[Array, "B m V"] | None]:
         """Draws the children of nodes, and returns their tokens and the log-law they were drawn from.
 
         Children of greedy rows are the most likely tokens.
@@ -111,6 +121,9 @@ class Draw:
             width: C, the number of children per node.
             ids: the target's id of each of the drafter's tokens; None if these are the target's first R tokens.
             estimate: see `Judged`; None if the drafter does not make an estimate.
+            paths: the tokens from below the root to each node; -1 after the end of a path. If `reads_paths`, logits of
+                a single node serve the nodes of all paths. None: the logits are changed by processors that do not
+                depend on the text, and by no others.
 
         Returns:
             The tokens, and the log-law, which is None if the rule does not read laws. A token is -1 if the law has no
@@ -119,17 +132,17 @@ class Draw:
             the target's law is. Drafts with shared noise are drawn from the tempered law without truncation, because
             more of them are accepted.
         """
-        law, sampling = None, self._of(ids)
+        law, sampling, logits = None, self.sampling, self._processed(logits, ids, paths)
         if self.kind is Noise.FRESH:
             # The law of a greedy target is a point mass, and its draft may come from any law; see `WeighingRule`.
             score, greedy = scores(logits, sampling), self._greedy
-            law = jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, sampling))
+            law = self._of_allowed(score, jnp.where(greedy, jax.nn.log_softmax(score, -1), log_law(score, sampling)))
             extra = self.noise.fresh(nodes, logits.shape[-1])
             perturbed = law + jnp.where(greedy, 0.0, extra)
             stopped = self.stop_after(law, estimate)
         else:
             perturbed = self._perturbed(logits, depth, ids)
-            stopped = self.stop_after(jax.nn.log_softmax(temper_logits(logits, sampling), -1), estimate)
+            stopped = self.stop_after(self._untruncated(logits), estimate)
         tokens = self._allowed(*_take_highest(perturbed, width), stopped, depth)[0]
         if ids is None:
             return tokens, law
@@ -144,7 +157,8 @@ class Draw:
         width: int,
         ids: Int[Array, "R"] | None = None,
         estimate: Float[Array, "B n"] | None = None,
-    ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
+        paths: Int[Array, "B m D"] | None = None,
+    ) -> tuple[Int[Array, "B m C"], Float[Array, "B m C"]]:
         """Draws children for a rule that does not read laws, and scores how likely each child is to be accepted.
 
         The arguments are those of `__call__`. Without noise, the score of a child is its log-probability under the
@@ -154,15 +168,20 @@ class Draw:
         Returns:
             The tokens, and their scores as logarithms.
         """
+        logits = self._processed(logits, ids, paths)
         perturbed = self._perturbed(logits, depth, ids)
-        stopped = self.stop_after(jax.nn.log_softmax(temper_logits(logits, self._of(ids)), -1), estimate)
+        stopped = self.stop_after(self._untruncated(logits), estimate)
         tokens, best = self._allowed(*_take_highest(perturbed, width), stopped, depth)
         scores = best - jax.nn.logsumexp(perturbed, -1, keepdims=True)
         scores = jnp.where((tokens >= 0) & (scores <= 0), scores, -jnp.inf)
         return tokens if ids is None else jnp.where(tokens >= 0, ids[tokens], -1), scores
 
     def among(
-        self, candidates: Candidates, depth: Array | int, width: int
+        self,
+        candidates: Candidates,
+        depth: Array | int,
+        width: int,
+        paths: Int[Array, "B n D"] | None = None,
     ) -> tuple[Int[Array, "B n C"], Float[Array, "B n C"]]:
         """Draws children as `ranked` does, from the candidates of each node."""
         ids, at = candidates.ids, jnp.maximum(candidates.ids, 0)
@@ -170,10 +189,10 @@ class Draw:
         def entries(table: Float[Array, "B 1 V"]) -> Float[Array, "B n R"]:
             return jnp.take_along_axis(table, at.reshape(len(at), 1, -1), -1).reshape(at.shape)
 
-        logits, bias = candidates.logits, self.sampling.logit_bias
-        if bias is not None:
-            logits = logits + jnp.where(ids >= 0, entries(bias[:, None]), 0.0)
-        score = temper_logits(logits, dataclasses.replace(self.sampling, logit_bias=None))
+        logits = candidates.logits
+        for one, state, path in self._applied(paths, ids.shape[1]):
+            logits = process_some([one], [state], path, ids, widened(logits), self.noise.vocab)
+        score = temper_logits(logits, self.sampling)
         stopped = self.stop_after(jax.nn.log_softmax(score, -1))
         if self.kind is Noise.SHARED:
             score = score + jnp.where(self._greedy | (ids < 0), 0.0, entries(self.noise.target(depth)))
@@ -187,20 +206,41 @@ class Draw:
     def _greedy(self) -> Bool[Array, "B 1 1"]:
         return (self.sampling.temperature < MIN_TEMPERATURE)[:, None, None]
 
-    def _of(self, ids: Int[Array, "R"] | None) -> Sampling:
-        """Returns the settings for logits of these tokens."""
-        bias = self.sampling.logit_bias
-        return (
-            self.sampling
-            if ids is None or bias is None
-            else dataclasses.replace(self.sampling, logit_bias=bias[:, ids])
-        )
+    def _applied(self, paths: Int[Array, "B m D"] | None, nodes: int) -> list[tuple[Any, Any, Array]]:
+        """Returns the processors to apply, with their states and the paths of the nodes."""
+        nothing = jnp.zeros((len(self.roots), nodes, 0), jnp.int32) if paths is None else paths
+        pairs = zip(self.sampling.processors, self.states)
+        return [(one, state, nothing) for one, state in pairs if paths is not None or not read_texts([state])]
+
+    def _processed(
+        self, logits: Float[Array, "B n R"], ids: Int[Array, "R"] | None, paths: Int[Array, "B m D"] | None
+    ) -> Float[Array, "B m R"]:
+        """Returns the logits that processors have changed."""
+        if paths is not None:
+            logits = jnp.broadcast_to(logits, (len(logits), paths.shape[1], logits.shape[2]))
+        size, vocab = logits.shape[2], self.noise.vocab
+        for one, state, path in self._applied(paths, logits.shape[1]):
+            if ids is None and size == vocab:
+                logits = process([one], [state], path, widened(logits))
+            else:
+                tokens = jnp.broadcast_to(jnp.arange(size) if ids is None else ids, logits.shape)
+                logits = process_some([one], [state], path, tokens, widened(logits), vocab)
+        return logits
+
+    def _untruncated(self, logits: Float[Array, "B n R"]) -> Float[Array, "B n R"]:
+        """Returns the log-law of changed logits without truncation."""
+        score = temper_logits(logits, self.sampling)
+        return self._of_allowed(score, jax.nn.log_softmax(score, -1))
+
+    def _of_allowed(self, score: Float[Array, "B n R"], law: Float[Array, "B n R"]) -> Float[Array, "B n R"]:
+        """Returns the law; -inf after a node at which processors forbid every token, where the law is not a number."""
+        return jnp.where(score.max(-1, keepdims=True) > -jnp.inf, law, -jnp.inf) if self.states else law
 
     def _perturbed(
         self, logits: Float[Array, "B n R"], depth: Array | int, ids: Int[Array, "R"] | None = None
     ) -> Float[Array, "B n R"]:
-        """Returns scores with the target's noise, or without noise."""
-        score = temper_logits(logits, self._of(ids))
+        """Returns scores of changed logits with the target's noise, or without noise."""
+        score = temper_logits(logits, self.sampling)
         if self.kind is not Noise.SHARED:
             return score
         extra = self.noise.target(depth)

@@ -16,15 +16,14 @@ _BLOCK = 128
 _HALVINGS = 6
 
 
-def biased(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """Returns logits with the rows' bias, in float32 at least."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return logits if sampling.logit_bias is None else logits + sampling.logit_bias[:, None, :]
+def widened(logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+    """Returns logits in float32 at least."""
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def temper_logits(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
-    """Returns biased and tempered log-scores. Greedy rows keep their biased logits. Processors are not applied."""
-    logits = biased(logits, sampling)
+    """Returns tempered log-scores. Greedy rows keep their logits. Processors are not applied."""
+    logits = widened(logits)
     temperature = sampling.temperature[:, None, None]
     return jnp.where(temperature < MIN_TEMPERATURE, logits, logits / jnp.maximum(temperature, MIN_TEMPERATURE))
 

@@ -8,6 +8,7 @@ decoding with the same processors, and a rejected branch leaves no trace.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -76,6 +77,41 @@ class Processor(Protocol):
         ...
 
 
+@runtime_checkable
+class PointwiseProcessor(Processor, Protocol):
+    """A processor whose change of a token's logit depends on the text and on this logit alone.
+
+    Drafters and checks use `apply_to` where they need the logits of few tokens.
+    """
+
+    def apply_to(
+        self, state: Any, path: Int[Array, "B N D"], tokens: Int[Array, "B N R"], logits: Float[Array, "B N R"]
+    ) -> Float[Array, "B N R"]:
+        """Returns the changed logits of some tokens: entries of what `apply` returns.
+
+        Args:
+            state: the state of the absorbed text.
+            path: the tokens after the absorbed text; -1 after the end of a path.
+            tokens: the tokens of the logits; the logit of a token below 0 is not changed.
+            logits: the logits of these tokens after each path.
+        """
+        ...
+
+
+@runtime_checkable
+class ForcingProcessor(Processor, Protocol):
+    """A processor that allows a single token after some texts. The decoder drafts such tokens, for any drafter."""
+
+    def forced(self, state: Any, path: Int[Array, "B N D"]) -> Int[Array, "B N"]:
+        """Returns the only token that is allowed after each text; -1 if several tokens are allowed, or it is not known.
+
+        Args:
+            state: the state of the absorbed text.
+            path: the tokens after the absorbed text; -1 after the end of a path.
+        """
+        ...
+
+
 def check_processors(processors: Any) -> tuple[Processor, ...]:
     """Returns processors as a tuple.
 
@@ -124,10 +160,63 @@ def absorb_all(
 def process(
     processors: Sequence[Processor], states: Sequence[Any], path: Int[Array, "B N D"], logits: Float[Array, "B N V"]
 ) -> Float[Array, "B N V"]:
-    """Applies processors one after another to logits that include the bias; see `Processor.apply`."""
+    """Applies processors one after another; see `Processor.apply`."""
     for one, state in zip(processors, states, strict=True):
         logits = one.apply(state, path, logits)
     return logits
+
+
+def process_some(
+    processors: Sequence[Processor],
+    states: Sequence[Any],
+    path: Int[Array, "B N D"],
+    tokens: Int[Array, "B N R"],
+    logits: Float[Array, "B N R"],
+    vocab: int,
+) -> Float[Array, "B N R"]:
+    """Applies processors to the logits of some tokens; see `PointwiseProcessor.apply_to`.
+
+    A processor that is not pointwise is applied to the whole vocabulary, in which all other logits are -inf.
+    """
+    for one, state in zip(processors, states, strict=True):
+        if isinstance(one, PointwiseProcessor):
+            logits = one.apply_to(state, path, tokens, logits)
+        else:
+            whole = place(jnp.full((*tokens.shape[:2], vocab), -jnp.inf, logits.dtype), tokens, logits)
+            changed = jnp.take_along_axis(one.apply(state, path, whole), jnp.maximum(tokens, 0), 2)
+            logits = jnp.where(tokens < 0, logits, changed)
+    return logits
+
+
+def read_texts(states: Sequence[Any]) -> bool:
+    """Returns whether any processor depends on the text; one without a state does not."""
+    return bool(jax.tree.leaves(states))
+
+
+def process_prefixes(
+    processors: Sequence[Processor],
+    beginning: Beginning,
+    text: Int[Array, "S"],
+    prefixes: Int[Array, "B"],
+    start: Int[Array, ""] | int,
+    logits: Float[Array, "B V"],
+) -> Float[Array, "B V"]:
+    """Applies processors to the logits after prefixes of one text.
+
+    Args:
+        processors: the processors, with a setting for each row.
+        beginning: see `Beginning`.
+        text: the text, padded.
+        prefixes: the length of the prefix of each row.
+        start: the position of the first new token.
+        logits: the logits after each prefix.
+    """
+    if not processors:
+        return logits
+    tokens = jnp.broadcast_to(text, (len(prefixes), len(text)))
+    states = read_text(processors, beginning, tokens, prefixes, jnp.full_like(prefixes, start))
+    nothing = jnp.zeros((len(prefixes), 1, 0), jnp.int32)
+    return process(processors, states, nothing, logits[:, None])[:, 0]
 
 
 def process_text(
@@ -171,6 +260,14 @@ def place(
     """Writes values into the logits of tokens; tokens below 0 are left out."""
     row, node = jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[None, :, None]
     return logits.at[row, node, jnp.where(tokens < 0, logits.shape[2], tokens)].set(values, mode="drop")
+
+
+def forbid(
+    logits: Float[Array, "B N R"], tokens: Int[Array, "B N R"], forbidden: Int[Array, "B N M"]
+) -> Float[Array, "B N R"]:
+    """Writes -inf into the logits of those of some tokens that are forbidden; tokens below 0 are left out."""
+    wrong = ((tokens[..., :, None] == forbidden[..., None, :]) & (tokens >= 0)[..., None]).any(-1)
+    return jnp.where(wrong, -jnp.inf, logits)
 
 
 def last_tokens(last: Int[Array, "B L"], path: Int[Array, "B N D"]) -> Int[Array, "B N L"]:

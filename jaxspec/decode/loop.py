@@ -29,6 +29,7 @@ from jaxspec.core.schedule import Constant, Schedule, check_widths
 from jaxspec.core.tree import TreeShape
 from jaxspec.decode import lifecycle, logprobs
 from jaxspec.decode.commit import Outcome, commit, cut
+from jaxspec.decode.forcing import draft_forced
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Request, Result, State, Weights
 from jaxspec.decode.target_call import MAX_PATH, read, score, widen
@@ -147,10 +148,12 @@ class Decoder:
         if self.rule.noise is Noise.SHARED and self.drafter.draws:
             noise = noise.share(shape.depth + 1, jnp.max(limit) + 1)
         count = functools.partial(self.schedule.count_nodes, state.schedule)
-        draw = Draw(self.rule.noise, noise, sampling, limit, self.schedule.stop_after, count)
+        draw = Draw(self.rule.noise, noise, sampling, limit, self.schedule.stop_after, count, state.processed)
         context = Context(state.tokens, state.length, state.cache, weights.target)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
         proposal = complete_proposal(proposal, state.tokens, state.length, limit, self.target.vocab)
+        allowed_depth = jnp.where(running, deepest, 0)
+        proposal = draft_forced(state.sampling.processors, state.processed, proposal, allowed_depth)
 
         drafted = proposal.tokens.at[:, 0].set(-1) >= 0
         needed = jnp.max(jnp.where(drafted, jnp.arange(shape.nodes), 0)) + 1

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.draw import Noise
-from jaxspec.core.laws import biased, highest, log_law, scores, temper_logits
+from jaxspec.core.laws import highest, log_law, scores, temper_logits, widened
 from jaxspec.core.noise import RoundNoise
-from jaxspec.core.processor import process
+from jaxspec.core.processor import PointwiseProcessor, process, process_some
 from jaxspec.core.records import Proposal, Seen, Verdict
 from jaxspec.core.rule import CoupledRule, Rule, WeighingRule
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.tree import Tree
+from jaxspec.decode.forcing import path_tokens
 
 Finite = Callable[[Int[Array, "B D1"], Int[Array, "B D1"]], Bool[Array, "B D1"]]
 """Returns whether the target's scores after nodes of a path are finite, given the nodes and the token after each."""
@@ -103,7 +104,7 @@ def select_likeliest(tokens: Int[Array, "B W"], logits: Float[Array, "B W V"], c
 
 
 class Processing(NamedTuple):
-    """The bias and the processors of a round's rows.
+    """The processors of a round's rows.
 
     Attributes:
         sampling: the rows' settings.
@@ -117,31 +118,33 @@ class Processing(NamedTuple):
 
     @classmethod
     def of(cls, sampling: Sampling, states: tuple[Any, ...], proposal: Proposal) -> "Processing":
-        """Returns the bias and the processors for the nodes of a proposal."""
-        nodes = proposal.tree.paths[..., 1:]
-        rows = jnp.arange(len(nodes))[:, None, None]
-        tokens = proposal.tokens[rows, jnp.maximum(nodes, 0)]
-        return cls(sampling, states, jnp.where(nodes < 0, -1, jnp.maximum(tokens, 0)))
+        """Returns the processors for the nodes of a proposal."""
+        return cls(sampling, states, path_tokens(proposal, proposal.tokens))
 
     @property
     def rest(self) -> Sampling:
         """The settings that are applied to the changed logits: temperature, top-k, top-p and min-p."""
-        return dataclasses.replace(self.sampling, logit_bias=None, processors=())
+        return dataclasses.replace(self.sampling, processors=())
 
     def change(self, logits: Float[Array, "B M V"], nodes: Int[Array, "B M"]) -> Float[Array, "B M V"]:
         """Returns the changed logits after nodes, each by the node's own path."""
         paths = jnp.take_along_axis(self.paths, nodes[..., None], 1)
-        return process(self.sampling.processors, self.states, paths, biased(logits, self.sampling))
+        return process(self.sampling.processors, self.states, paths, widened(logits))
 
     def change_some(
         self, logits: Float[Array, "B N V"], nodes: Int[Array, "B M"], tokens: Int[Array, "B M"]
     ) -> Float[Array, "B M"]:
         """Returns the changed logit of one token after each of some nodes, given the logits after all nodes."""
-        if self.sampling.processors:
+        processors = self.sampling.processors
+        if not all(isinstance(one, PointwiseProcessor) for one in processors):
             after = self.change(jnp.take_along_axis(logits, nodes[..., None], 1), nodes)
             return jnp.take_along_axis(after, tokens[..., None], 2)[..., 0]
-        raw, bias = logits[jnp.arange(len(nodes))[:, None], nodes, tokens], self.sampling.logit_bias
-        return raw if bias is None else raw + jnp.take_along_axis(bias, tokens, 1)
+        raw = logits[jnp.arange(len(nodes))[:, None], nodes, tokens]
+        if not processors:
+            return raw
+        paths = jnp.take_along_axis(self.paths, nodes[..., None], 1)
+        some = tokens[..., None], widened(raw)[..., None]
+        return process_some(processors, self.states, paths, *some, logits.shape[2])[..., 0]
 
 
 def apply_rule(

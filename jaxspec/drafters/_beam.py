@@ -90,14 +90,15 @@ class DynamicTree:
     ) -> DynamicState:
         """Expands a level's nodes by their logits, and selects the next beam among their children.
 
-        If there are logits for a single node, all nodes of the level share them.
+        If there are logits for a single node, all nodes of the level share them, before processors change them.
         """
         nodes, depth, width, (batch, room) = level.nodes, level.depth, self.topology.beam, state.tokens.shape
+        paths = self._paths(state, jnp.asarray(nodes), depth) if self.draw.reads_paths else None
         if isinstance(logits, Candidates):
-            ranked = self.draw.among(logits, depth, width)
+            ranked = self.draw.among(logits, depth, width, paths)
         else:
             logits, estimate = logits if isinstance(logits, Judged) else (logits, None)
-            ranked = self.draw.ranked(logits, depth, width, self.ids, estimate)
+            ranked = self.draw.ranked(logits, depth, width, self.ids, estimate, paths)
         tokens, scores = (jnp.broadcast_to(a, (*nodes.shape, width)) for a in ranked)
         scores = scores + jnp.take_along_axis(state.scores, jnp.minimum(nodes, room - 1), 1)[:, :, None]
         scores = jnp.where((nodes < room)[:, :, None], scores, -jnp.inf)
@@ -120,6 +121,16 @@ class DynamicTree:
             best // width,
             jnp.take_along_axis(level.ancestors | itself, (best // width)[:, :, None], 1),
         )
+
+    def _paths(self, state: DynamicState, nodes: Int[Array, "B n"], depth: Array | int) -> Int[Array, "B n D"]:
+        """Returns the tokens from below the root to each node of a depth; -1 after the end of a path."""
+        size, at, tokens = self.topology.depth, jnp.minimum(nodes, state.tokens.shape[1] - 1), []
+        for _ in range(size):  # from the node to the root
+            tokens.append(jnp.maximum(jnp.take_along_axis(state.tokens, at, 1), 0))
+            at = jnp.maximum(jnp.take_along_axis(state.parents, at, 1), 0)
+        order = jnp.broadcast_to(depth - 1 - jnp.arange(size), (*nodes.shape, size))
+        path = jnp.take_along_axis(jnp.stack(tokens, -1), jnp.maximum(order, 0), 2)
+        return jnp.where(order < 0, -1, path)
 
     def finish(self, state: DynamicState) -> tuple[Proposal, Int[Array, "B N"]]:
         """Returns the best candidates as a proposal, and the slot of every node; -1 if the node was not read.

@@ -66,8 +66,8 @@ class FixedTree:
     def add(self, state: FixedState, level: Level, logits: Float[Array, "B n R"] | Judged | Candidates) -> FixedState:
         """Draws the children of a level's nodes from their logits.
 
-        If there are logits for a single node, all nodes of the level share its children, unless the rule reads laws.
-        The children of each node must then be drawn separately.
+        If there are logits for a single node, all nodes of the level share its children, unless the rule reads laws or
+        a processor changes the logits of each node by its path. Then the children of each node are drawn separately.
         """
         nodes = level.nodes
         if isinstance(nodes, np.ndarray):  # as many children as this level's nodes have
@@ -75,14 +75,15 @@ class FixedTree:
             below = below[:, : int((below < self.topology.shape.nodes).sum(-1).max())]
         else:
             below = jnp.asarray(self._children)[nodes]
+        paths = self._paths(state, nodes) if self.draw.reads_paths else None
         if isinstance(logits, Candidates):
-            tokens, law = self.draw.among(logits, level.depth, below.shape[1])[0], None
+            tokens, law = self.draw.among(logits, level.depth, below.shape[1], paths)[0], None
         else:
             logits, estimate = logits if isinstance(logits, Judged) else (logits, None)
             if state.law is not None:
                 logits = jnp.broadcast_to(logits, (logits.shape[0], len(nodes), logits.shape[2]))
             drawn = jnp.asarray(nodes[: logits.shape[1]])
-            tokens, law = self.draw(logits, drawn, level.depth, below.shape[1], self.ids, estimate)
+            tokens, law = self.draw(logits, drawn, level.depth, below.shape[1], self.ids, estimate, paths)
         return FixedState(
             state.tokens.at[:, below].set(tokens),
             None if state.law is None or law is None else state.law.at[:, nodes].set(law),
@@ -97,6 +98,12 @@ class FixedTree:
         slots = jnp.broadcast_to(slots.astype(jnp.int32), (state.tokens.shape[0], shape.nodes))
         law = None if state.law is None else state.law[:, :-1]
         return Proposal(state.tokens[:, :-1], tree, law), slots
+
+    def _paths(self, state: FixedState, nodes: np.ndarray | Int[Array, "n"]) -> Int[Array, "B n D"]:
+        """Returns the tokens from below the root to each node; -1 after the end of a path."""
+        above = np.pad(self.topology.tree.paths[:, 1:], ((0, 1), (0, 0)), constant_values=-1)
+        path = jnp.asarray(above)[jnp.asarray(nodes)]
+        return jnp.where(path < 0, -1, jnp.maximum(state.tokens[:, jnp.maximum(path, 0)], 0))
 
     def _nodes(self, depth: Array | int) -> np.ndarray | Int[Array, "n"]:
         if isinstance(depth, int):

@@ -56,9 +56,11 @@ def describe_job(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
     decoder, lm = job.decoder, job.target.lm
     settings = {f.name: getattr(job.sampling, f.name) for f in dataclasses.fields(job.sampling)}
     processors = settings.pop("processors")
-    sampling = {name: _numbers(value) for name, value in settings.items()}
-    if processors:  # left out without any, as before there were processors
-        sampling["processors"] = describe_static([one.rows(len(job.turns), lm.vocab) for one in processors])
+    # None and the missing entry describe settings without processors, as in results files from before there were any.
+    sampling = {name: _numbers(value) for name, value in settings.items()} | {"logit_bias": None}
+    if processors:
+        rows = jax.tree.map(_without_copies, [one.rows(len(job.turns), lm.vocab) for one in processors])
+        sampling["processors"] = describe_static(rows)
     drafter_free = decoder.rule.noise is Noise.SHARED and not decoder.width_matched
     drafting = (decoder.drafter, decoder.schedule, decoder.width_matched or decoder.widths)
     return {
@@ -153,9 +155,12 @@ def _code(code: types.CodeType) -> str:
 
 def _numbers(value: Any) -> Any:
     """Returns a sampling setting as the float32 numbers that are used in sampling."""
-    if isinstance(value, Mapping):
-        return sorted([int(token), float(np.float32(bias))] for token, bias in value.items())
-    return None if value is None else np.asarray(value, np.float32).tolist()
+    return np.asarray(value, np.float32).tolist()
+
+
+def _without_copies(leaf: Any) -> Any:
+    """Returns an array of rows; one row, if all rows are the same memory."""
+    return leaf[:1] if isinstance(leaf, np.ndarray) and len(leaf) and leaf.strides[0] == 0 else leaf
 
 
 def _tokens(tokenizer: Tokenizer) -> str:

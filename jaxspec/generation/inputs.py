@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core import sizes
+from jaxspec.core.bias import LogitBias
 from jaxspec.core.checks import flag, index
 from jaxspec.core.noise import as_key
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
@@ -234,15 +235,26 @@ def row_keys(key: Any, prompts: int, samples: int, sampling: Sampling) -> jax.Ar
 
 
 def mask_padding(target: Model, sampling: Sampling, batch: int) -> Sampling:
-    """Returns the settings of each row, with a bias of -inf for the ids that pad the vocabulary and have no text."""
+    """Returns the settings of each row; the ids that pad the vocabulary and have no text are forbidden first."""
     vocab = target.lm.vocab
     known = vocab if target.tokenizer is None else min(target.tokenizer.vocab_size, vocab)
     rows = sampling.rows(batch, vocab)
     if known == vocab:
         return rows
-    padding = jnp.where(jnp.arange(vocab) < known, 0.0, -jnp.inf)
-    bias = padding if rows.logit_bias is None else rows.logit_bias + padding
-    return dataclasses.replace(rows, logit_bias=jnp.broadcast_to(bias, (batch, vocab)))
+    padding = jnp.broadcast_to(jnp.where(jnp.arange(vocab) < known, 0.0, -jnp.inf), (batch, vocab))
+    return dataclasses.replace(rows, processors=(LogitBias(padding), *rows.processors))
+
+
+def with_defaults(target: Model, sampling: Sampling) -> Sampling:
+    """Returns the settings with the processors of the target, after biases and before all other processors.
+
+    A processor of the settings replaces one of the target that has the same class.
+    """
+    given = sampling.processors
+    defaults = [one for one in target.processors if type(one) not in map(type, given)]
+    biases = [one for one in given if isinstance(one, LogitBias)]
+    others = [one for one in given if not isinstance(one, LogitBias)]
+    return dataclasses.replace(sampling, processors=(*biases, *defaults, *others)) if defaults else sampling
 
 
 def check_sampling(sampling: Any, rows: int, vocab: int) -> None:

@@ -1,7 +1,7 @@
 """A decoding job: the checked arguments of `generate` and `stream`, and their division into batches."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -112,8 +112,7 @@ class Job:
 
         def select(name: str) -> Any:
             value = getattr(self.sampling, name)
-            per_row = not isinstance(value, Mapping) and np.ndim(value) == 1 + (name == "logit_bias")
-            return np.asarray(value)[at] if per_row else value
+            return np.asarray(value)[at] if np.ndim(value) == 1 else value
 
         names = [field.name for field in dataclasses.fields(Sampling) if field.name != "processors"]
         settings = {name: select(name) for name in names}
@@ -204,6 +203,7 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     if records is None:
         turns = [turn for turn in turns for _ in range(samples)]
     inputs.check_sampling(sampling, count, target.lm.vocab)
+    sampling = inputs.with_defaults(target, sampling)
     keys = inputs.row_keys(options.key, len(prompts), samples, sampling)
     stopping = inputs.stop_array(target, options.stop_ids, options.ignore_eos, 1)
     alternatives = inputs.check_logprobs(options.logprobs)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.core import checks, sizes
-from jaxspec.core.laws import biased, log_prob, scores, temper_logits
+from jaxspec.core.laws import log_prob, scores, temper_logits, widened
 from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups, manual_axes
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import as_key
@@ -192,12 +192,12 @@ def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
     window = Window(tokens, positions, jnp.broadcast_to(jnp.tri(size, dtype=bool), (rows, size, size)))
     features, _ = lm.apply(params, window, lm.init_cache(rows, 0))
     logits = lm.head(params, _aligned(features, rollout.start - 1, within.shape[1]))
-    logits, token = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), rollout.new_tokens
+    logits, token = widened(logits), rollout.new_tokens
     raw = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), token[..., None], -1)[..., 0]
     beginning = Beginning(lm.vocab, size, rollout.stop_ids)
     states = read_text(sampling.processors, beginning, tokens, rollout.start, rollout.start)
-    logits = process_text(sampling.processors, states, token, biased(logits, sampling))
-    rest = dataclasses.replace(sampling, logit_bias=None, processors=())
+    logits = process_text(sampling.processors, states, token, logits)
+    rest = dataclasses.replace(sampling, processors=())
     score, untruncated = scores(logits, rest), temper_logits(logits, rest)
     chosen = jnp.take_along_axis(untruncated, token[..., None], -1)
     score = jnp.where(untruncated >= chosen, untruncated, score)  # top-k also keeps it

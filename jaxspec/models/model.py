@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxspec.core.networks import NETWORK_MEMBERS, LanguageModel, need_members
+from jaxspec.core.processor import Processor, check_processors
 from jaxspec.core.records import Params
 from jaxspec.errors import InvalidConfig, MissingTokenizer, in_source, shown
 from jaxspec.models.exact import describe_exact
@@ -36,6 +37,9 @@ class Model:
         heads_inside: the path of the model's files if they hold draft heads, too, such as the layer for multi-token
             prediction of Qwen3.5; these heads are then the default of the drafter "eagle". None for other models.
 
+        processors: the processors of every text of `generate`, as generation_config.json asks for them. A processor of
+            the same class in the sampling settings replaces one of these.
+
     Raises:
         InvalidConfig: the network lacks a method of `LanguageModel`, or cannot be hashed.
     """
@@ -49,6 +53,7 @@ class Model:
     preset: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     heads_inside: str | None = None
+    processors: tuple[Processor, ...] = ()
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self.params, is_leaf=is_packed)
@@ -58,9 +63,11 @@ class Model:
         execution = getattr(self.lm, "execution", None)
         parts += [describe_exact(execution)] if isinstance(execution, Execution) else []
         parts += ["tokenizer"] * (self.tokenizer is not None) + ["chat template"] * (self.chat_template is not None)
+        parts += [type(one).__name__ for one in self.processors]
         return f"Model({self.name!r}, {', '.join(filter(None, parts))})"
 
     def __post_init__(self):
+        object.__setattr__(self, "processors", check_processors(self.processors))
         if not isinstance(self.settings, Mapping):
             raise InvalidConfig(f"settings must be a mapping from names to values, got {shown(self.settings)}")
         need_members(self.lm, NETWORK_MEMBERS, "a model's network needs")

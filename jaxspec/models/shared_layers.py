@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.mesh import DATA, MODEL
 from jaxspec.core.records import KV, Cache, Entries, Params, Window
-from jaxspec.core.sampling import is_abstract
+from jaxspec.core.row_settings import is_abstract
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.layers import look_up
 from jaxspec.models.packed import Matrix

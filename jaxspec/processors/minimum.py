@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.processor import Beginning, place
-from jaxspec.core.sampling import spread_setting
+from jaxspec.core.processor import Beginning, forbid, place
+from jaxspec.core.row_settings import spread_setting
 
 
 class Produced(NamedTuple):
@@ -45,6 +45,14 @@ class MinNewTokens:
         return state._replace(number=state.number + jnp.maximum(count - jnp.maximum(start, 0), 0))
 
     def apply(self, state: Produced, path: Int[Array, "B N D"], logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
+        return place(logits, self._forbidden(state, path), -jnp.inf)
+
+    def apply_to(
+        self, state: Produced, path: Int[Array, "B N D"], tokens: Int[Array, "B N R"], logits: Float[Array, "B N R"]
+    ) -> Float[Array, "B N R"]:
+        return forbid(logits, tokens, self._forbidden(state, path))
+
+    def _forbidden(self, state: Produced, path: Int[Array, "B N D"]) -> Int[Array, "B N M"]:
         produced = state.number[:, None] + (path >= 0).sum(-1)
         early = (produced < self.number[:, None])[..., None]
-        return place(logits, jnp.where(early, state.stop_ids[:, None], -1), -jnp.inf)
+        return jnp.where(early, state.stop_ids[:, None], -1)

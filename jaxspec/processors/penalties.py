@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.processor import Beginning, count_tokens, place
-from jaxspec.core.sampling import Limits, spread_setting
+from jaxspec.core.row_settings import Limits, spread_setting
 
 _MAX = float(np.finfo(np.float32).max)
 
@@ -50,6 +50,18 @@ class _Penalty:
         at = jnp.maximum(path, 0)
         before = jnp.take_along_axis(state, at.reshape(len(at), -1), 1).reshape(at.shape)
         return place(out, path, self._change(jnp.take_along_axis(logits, at, 2), before + again))
+
+    def apply_to(
+        self,
+        state: Int[Array, "B V"],
+        path: Int[Array, "B N D"],
+        tokens: Int[Array, "B N R"],
+        logits: Float[Array, "B N R"],
+    ) -> Float[Array, "B N R"]:
+        at = jnp.maximum(tokens, 0)
+        before = jnp.take_along_axis(state, at.reshape(len(at), -1), 1).reshape(at.shape)
+        again = (tokens[..., :, None] == path[..., None, :]).sum(-1)
+        return jnp.where(tokens < 0, logits, self._change(logits, before + again))
 
     def _column(self) -> Float[Array, "B 1 1"]:
         return self.strength[:, None, None]

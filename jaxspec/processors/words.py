@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.checks import index
-from jaxspec.core.processor import Beginning, keep_last, last_tokens, place
-from jaxspec.core.sampling import check_setting, spread_setting
+from jaxspec.core.processor import Beginning, forbid, keep_last, last_tokens, place
+from jaxspec.core.row_settings import check_setting, spread_setting
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 
@@ -49,9 +49,21 @@ class BadWords:
     def apply(
         self, state: Int[Array, "B L"], path: Int[Array, "B N D"], logits: Float[Array, "B N V"]
     ) -> Float[Array, "B N V"]:
+        return place(logits, self._forbidden(state, path), -jnp.inf)
+
+    def apply_to(
+        self,
+        state: Int[Array, "B L"],
+        path: Int[Array, "B N D"],
+        tokens: Int[Array, "B N R"],
+        logits: Float[Array, "B N R"],
+    ) -> Float[Array, "B N R"]:
+        return forbid(logits, tokens, self._forbidden(state, path))
+
+    def _forbidden(self, state: Int[Array, "B L"], path: Int[Array, "B N D"]) -> Int[Array, "B N W"]:
         before, words = last_tokens(state, path)[:, :, None], self.words[:, None]
         follows = ((words[..., :-1] < 0) | (words[..., :-1] == before)).all(-1)
-        return place(logits, jnp.where(follows, words[..., -1], -1), -jnp.inf)
+        return jnp.where(follows, words[..., -1], -1)
 
     def tree_flatten_with_keys(self) -> tuple[tuple, None]:
         return ((jax.tree_util.GetAttrKey("words"), self.words),), None
@@ -110,6 +122,21 @@ class NoRepeatNgram:
     def apply(
         self, state: TextState, path: Int[Array, "B N D"], logits: Float[Array, "B N V"]
     ) -> Float[Array, "B N V"]:
+        for repeats in self._forbidden(state, path):
+            logits = place(logits, repeats, -jnp.inf)
+        return logits
+
+    def apply_to(
+        self, state: TextState, path: Int[Array, "B N D"], tokens: Int[Array, "B N R"], logits: Float[Array, "B N R"]
+    ) -> Float[Array, "B N R"]:
+        for repeats in self._forbidden(state, path):
+            logits = forbid(logits, tokens, repeats)
+        return logits
+
+    def _forbidden(
+        self, state: TextState, path: Int[Array, "B N D"]
+    ) -> tuple[Int[Array, "B N S"], Int[Array, "B N D"]]:
+        """Returns the tokens that would repeat tokens of the absorbed text, and tokens of the path; else -1."""
         before = self.longest - 1
         text = jnp.where(jnp.arange(state.tokens.shape[1]) < state.length[:, None], state.tokens, -1)
         last = keep_last(jnp.full((len(text), before), -1, jnp.int32), text, state.length)
@@ -117,9 +144,7 @@ class NoRepeatNgram:
         # Tokens of the text and of the path, each after `before` others; positions before the beginning are -1.
         for_all = jnp.pad(text, ((0, 0), (before, 0)), constant_values=-1)[:, None]
         own = jnp.concatenate([jnp.broadcast_to(last[:, None], (*path.shape[:2], before)), path], -1)
-        for place_of in (for_all, own):
-            logits = place(logits, self._repeats(place_of, ending), -jnp.inf)
-        return logits
+        return self._repeats(for_all, ending), self._repeats(own, ending)
 
     def _repeats(self, text: Int[Array, "B #N S"], ending: Int[Array, "B N L"]) -> Int[Array, "B N M"]:
         """Returns the tokens of a text that follow the same tokens as the next token will, else -1."""

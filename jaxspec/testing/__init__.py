@@ -12,6 +12,7 @@ from jaxspec.testing.gtest import detectable as detectable
 from jaxspec.testing.gtest import g_test as g_test
 from jaxspec.testing.gtest import holm as holm
 from jaxspec.testing.gtest import sample_texts as sample_texts
+from jaxspec.testing.processor_properties import check_processor as check_processor
 from jaxspec.testing.properties import check_rule as check_rule
 from jaxspec.testing.tables import TIE_GAP as TIE_GAP
 from jaxspec.testing.tables import ScriptedDrafter as ScriptedDrafter

@@ -18,9 +18,10 @@ from jaxspec.analysis.enumeration import Law
 from jaxspec.core import cache as caches
 from jaxspec.core.drafter import Needs
 from jaxspec.core.draw import Draw
-from jaxspec.core.laws import log_law, scores
+from jaxspec.core.laws import log_law, scores, widened
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import draw_gumbel
+from jaxspec.core.processor import Beginning, process, process_prefixes, read_text
 from jaxspec.core.records import KV, Advance, Cache, Context, Params, Proposal, Window
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.topology import Topology
@@ -106,7 +107,8 @@ def model_law(lm: LanguageModel, params: Params, prompt: Sequence[int], sampling
         tokens = np.concatenate([np.tile(np.asarray(prompt, int), (len(texts), 1)), texts], axis=1)
         logits = _logits(lm, params, jnp.asarray(tokens, jnp.int32))
         with jax.enable_x64(True):
-            return np.exp(_log_law(np.asarray(logits, np.float64)[None], sampling.rows(1, lm.vocab))[0])
+            rows = sampling.rows(len(texts), lm.vocab)
+            return np.exp(_log_law(np.asarray(logits, np.float64), rows, jnp.asarray(tokens, jnp.int32), len(prompt)))
 
     def law(text: tuple[int, ...]) -> np.ndarray:
         return after(len(text))[np.ravel_multi_index(text, (lm.vocab,) * len(text)) if text else 0]
@@ -114,9 +116,14 @@ def model_law(lm: LanguageModel, params: Params, prompt: Sequence[int], sampling
     return law
 
 
-@jax.jit
-def _log_law(logits: Array, row: Sampling) -> Array:
-    return log_law(scores(logits, row), row)
+@functools.partial(jax.jit, static_argnums=3)
+def _log_law(logits: Array, rows: Sampling, texts: Array, start: int) -> Array:
+    """Returns the log-laws `[n, V]` after texts `[n, length]`, of which the first `start` tokens are the prompt."""
+    count, size = texts.shape
+    beginning = Beginning(logits.shape[1], size, jnp.full((count, 1), -1))
+    states = read_text(rows.processors, beginning, texts, jnp.full(count, size), jnp.full(count, start))
+    changed = process(rows.processors, states, jnp.zeros((count, 1, 0), jnp.int32), widened(logits)[:, None])
+    return log_law(scores(changed, rows), rows)[:, 0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -170,6 +177,7 @@ def tie_gap(
     tokens: tuple[int, int],
     key: Array,
     sampling: Sampling,
+    start: int = 0,
 ) -> float:
     """Returns how close a choice between two tokens is; a tiny gap certifies a tie.
 
@@ -184,10 +192,14 @@ def tie_gap(
         tokens: the two tokens to compare.
         key: the row's key.
         sampling: the row's settings, as numbers.
+        start: the position of the first new token, for processors. Stop tokens are not known to them here.
     """
     size = len(text)
-    logits = _logits(lm, params, jnp.asarray([text]))
     row = sampling.rows(1, lm.vocab)
+    read = jnp.asarray(text, jnp.int32)
+    beginning = Beginning(lm.vocab, size, jnp.full((1, 1), -1))
+    logits = widened(_logits(lm, params, read[None]))
+    logits = process_prefixes(row.processors, beginning, read, jnp.full(1, size), start, logits)
     score = np.asarray(scores(logits[:, None], row), np.float64)[0, 0]
     greedy = float(row.temperature[0]) < MIN_TEMPERATURE
     noise = draw_gumbel(key[None], jnp.asarray([[size]]), lm.vocab, not greedy)

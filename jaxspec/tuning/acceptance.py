@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxspec import analysis
 from jaxspec.analysis.along import iterate_features
@@ -24,9 +24,10 @@ from jaxspec.api import generate
 from jaxspec.core import sizes
 from jaxspec.core.checks import whole
 from jaxspec.core.drafter import Drafter
-from jaxspec.core.laws import log_law, scores, temper_logits
+from jaxspec.core.laws import log_law, scores, temper_logits, widened
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import seed_key
+from jaxspec.core.processor import Beginning, process_prefixes
 from jaxspec.core.records import Params
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.drafters.pard import Pard
@@ -180,7 +181,9 @@ def measure_acceptance(
             f"{target.lm.context} and the draft {draft.context}; leave out long prompts or lower max_new_tokens"
         )
     slots = sizes.round_to_bucket(sizes.required_slots(longest, sizes.PROMPT_CHUNK))
+    sampling = inputs.with_defaults(target, sampling)
     rows = inputs.mask_padding(target, sampling, POSITIONS_AT_ONCE)
+    stops = inputs.stop_array(target, (), ignore_eos, POSITIONS_AT_ONCE)
     limited = bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
     compare = functools.partial(
         _compare, target.lm, draft, children, draws, limited, sampling.temperature < MIN_TEMPERATURE
@@ -195,6 +198,7 @@ def measure_acceptance(
     for i, (name, ids) in enumerate(prompts):
         written, noise = texts[i].tokens, keys[i, 1]
         text = [*ids, *written[:-1]]
+        padded = jnp.asarray(np.pad(text, (0, slots - len(text))), jnp.int32)
         theirs = np.stack([*iterate_features(target.lm, target.params, text, slots)])
         drafted = _along(draft, draft_params, text, len(ids) - 1, max_new_tokens + 1, slots)
         for token, (first, ours) in enumerate(drafted, 1):
@@ -206,7 +210,9 @@ def measure_acceptance(
                     np.pad(a[start : start + size], ((0, POSITIONS_AT_ONCE - size), (0, 0)), mode="edge") for a in both
                 ]
                 key = jax.random.fold_in(noise, start + ((token - 1) << 20))
-                for rule, kept in compare(target.params, draft_params, *parts, rows, key).items():
+                prefixes = jnp.minimum(first + 1 + start + jnp.arange(POSITIONS_AT_ONCE), len(text))
+                settings = rows, padded, prefixes, len(ids), stops
+                for rule, kept in compare(target.params, draft_params, *parts, *settings, key).items():
                     sums[rule] = sums.get(rule, 0.0) + np.asarray(kept, np.float64)[:, :size].sum(1)  # [2, K]
             if not written or not all(np.isfinite(a).all() for a in sums.values()):
                 raise ArithmeticError(f"{name}: the logits of a model were not finite")
@@ -250,11 +256,18 @@ def _compare(
     target_features: Float[Array, "n E"],
     draft_features: Float[Array, "n F"],
     rows: Sampling,
+    text: Int[Array, "S"],
+    prefixes: Int[Array, "n"],
+    start: Array | int,
+    stops: Int[Array, "n M"],
     key: Array,
 ) -> dict[str, Array]:
     """Returns acceptance and optimum of every rule, `[2, n, K]`, under the laws that decoding uses."""
+    beginning = Beginning(target.vocab, len(text), stops)
     ours, theirs = (
-        lm.head(params, features[:, None])
+        process_prefixes(
+            rows.processors, beginning, text, prefixes, start, widened(lm.head(params, features[:, None]))[:, 0]
+        )[:, None]
         for lm, params, features in ((draft, draft_params, draft_features), (target, target_params, target_features))
     )
 

@@ -117,6 +117,7 @@ def tune(
         )
     ids = inputs.encode_prompts(target, prompts, chat)
     keys = inputs.row_keys(key, len(ids), 1, sampling)
+    sampling = inputs.with_defaults(target, sampling)
     settings = inputs.mask_padding(target, sampling, 1)
 
     def measured(tree: Topology) -> tuple[Drafting, np.ndarray, Drafter]:

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.tiers import with_slow
 from helpers.toys import allowed, draw
-from jaxspec.core.laws import choose, kth_highest, scores, total
+from jaxspec.core.laws import choose, kth_highest, scores, total, widened
 from jaxspec.core.noise import draw_gumbel
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.errors import InvalidConfig, TokenOutOfRange
@@ -71,11 +71,13 @@ def test_draws_equal_the_naive_sampler():
 
 
 def test_scores_are_tempered_biased_and_limited():
-    """In float32: bias first, then the temperature; outside the top k is -inf; greedy rows stay raw."""
+    """In float32: bias first, then the temperature; outside the top k is -inf; greedy rows stay biased."""
     logits = np.array([[[1.0, 2.0, 3.0, 2.0]]], np.float32).repeat(4, 0)
     bias = np.array([0.0, 0.5, -np.inf, 0.0], np.float32)
     sampling = Sampling(temperature=[0.5, 0.5, 0.0, 0.0], top_k=[0, 1, 0, 9], logit_bias=bias)
-    got = np.asarray(scores(jnp.asarray(logits, jnp.bfloat16), sampling.rows(4, 4)))
+    rows = sampling.rows(4, 4)
+    changed = rows.processors[0].apply((), jnp.zeros((4, 1, 0), jnp.int32), widened(jnp.asarray(logits, jnp.bfloat16)))
+    got = np.asarray(scores(changed, rows))
     assert got.dtype == np.float32
     expected = [
         [2, 5, -np.inf, 4],
@@ -236,9 +238,9 @@ def test_settings_become_one_value_per_row():
     np.testing.assert_array_equal(rows.temperature, np.asarray([0.5, 1], np.float32))
     np.testing.assert_array_equal(rows.top_k, np.asarray([3, 3], np.int32))
     np.testing.assert_array_equal(rows.top_p, np.asarray([1, 1], np.float32))
-    np.testing.assert_array_equal(rows.logit_bias, [[0, -INF, 1, 0]] * 2)
+    np.testing.assert_array_equal(rows.processors[0].bias, [[0, -INF, 1, 0]] * 2)
     assert [a.dtype for a in (rows.temperature, rows.top_k, rows.min_p)] == [np.float32, np.int32, np.float32]
-    assert Sampling().rows(2, 4).logit_bias is None
+    assert Sampling().rows(2, 4).processors == ()
 
 
 @pytest.mark.parametrize("size", [1, 2, 61, 50_257])

@@ -56,15 +56,15 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 """Each a row, with the defaults of what it leaves out."""
 
-FIELDS = [field.name for field in dataclasses.fields(Sampling) if field.name != "processors"]
+FIELDS = [*(field.name for field in dataclasses.fields(Sampling) if field.name != "processors"), "logit_bias"]
 FLOATS = [0.0, -0.0, 1e-40, TINY, LARGE, -LARGE, float("inf"), float("-inf"), float("nan")]
 RULES = ["coupled", "rejection", "traversal", "deterministic", "lossy-typical"]
 
 
 def columns(settings: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """The settings as arrays `[B]`, and the bias as `[B, V]`, without a check."""
-    defaults = Sampling(logit_bias=[0.0] * V)
-    rows = [{**{name: getattr(defaults, name) for name in FIELDS}, **some} for some in settings]
+    defaults = {name: getattr(Sampling(), name) for name in FIELDS} | {"logit_bias": [0.0] * V}
+    rows = [defaults | some for some in settings]
     with np.errstate(over="ignore"):
         found = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
         whole = np.clip(found.pop("top_k"), -(2**31), 2**31 - 1).astype(np.int32)

@@ -70,7 +70,8 @@ def test_they_are_the_targets_whoever_proposed_the_token(name):
         accepted, own = accepted + drafted.sum(), own + (~drafted).sum()
         for at in range(first, end):
             logits, token = logits_after(got.tokens[row, :at]), got.tokens[row, at]
-            raw, sampled = log_softmax(logits), law(logits, *settings, logit_bias=np.asarray(sampling.logit_bias)[row])
+            bias = np.asarray(sampling.processors[0].bias)[row]
+            raw, sampled = log_softmax(logits), law(logits, *settings, logit_bias=bias)
             likeliest = np.argsort(-raw, kind="stable")[:K]
             assert math.isclose(got.logprobs.raw[row, at], raw[token], abs_tol=1e-5)
             assert math.isclose(got.logprobs.sampled[row, at], sampled[token], abs_tol=1e-5)
@@ -110,7 +111,8 @@ def test_the_sampled_law_of_one_token_is_an_entry_of_the_whole():
         temperature=[0, 1, 0.7, 1, 1.3, 1, 0.5, 2], top_k=[0, 0, 5, 0, 0, 0, 9, 1],
         top_p=[1, 1, 1, 0.6, 1, 0.3, 0.9, 1], min_p=[0, 0, 0, 0, 0.2, 0, 0.05, 0], logit_bias=bias,
     ).rows(8, 40)  # fmt: skip
-    score = scores(logits, settings)
+    changed = settings.processors[0].apply((), jnp.zeros((8, 5, 0), jnp.int32), logits)
+    score = scores(changed, settings)
     wanted = np.asarray(log_law(score, settings))
     for token in range(40):
         tokens = jnp.full((8, 5), token)

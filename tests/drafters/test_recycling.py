@@ -112,7 +112,7 @@ def test_a_prompt_gives_each_token_half_of_the_weight_of_the_one_before():
 def proposed(drafter, state, text, length, kind=Noise.NONE, limit=None, **sampling):
     batch, sampled = len(length), jnp.asarray(sampling.get("temperature", 0) > 0)
     noise = RoundNoise(jax.random.split(jax.random.key(3), batch), jnp.asarray(length), sampled, V)
-    draw = Draw(kind, noise, Sampling(**sampling).rows(batch, V), limit)
+    draw = Draw(kind, noise, Sampling(**sampling).rows(batch, V), limit, states=((),) * ("logit_bias" in sampling))
     context = Context(jnp.asarray(text), jnp.asarray(length), None, None)  # pyright: ignore[reportArgumentType]
     return jax.device_get(jax.jit(lambda state: drafter.propose(None, state, context, draw)[0])(state))
 
@@ -218,7 +218,7 @@ def test_all_tokens_as_candidates_are_a_law(kind):
     bias = jnp.asarray(rng.normal(size=V), jnp.float32)
     sampling = Sampling(temperature=jnp.array([0.0, 0.7, 1.3]), logit_bias=bias).rows(3, V)
     noise = RoundNoise(jax.random.split(jax.random.key(0), 3), jnp.array([5, 6, 7]), jnp.asarray(True), V)
-    draw = Draw(kind, noise, sampling, jnp.array([2, 2, 0]))
+    draw = Draw(kind, noise, sampling, jnp.array([2, 2, 0]), states=((),))
     order = np.stack([[rng.permutation(V) for _ in range(4)] for _ in range(3)])
     among = draw.among(Candidates(jnp.asarray(order), jnp.take_along_axis(logits, order, 2)), 1, 3)
     ranked = draw.ranked(logits, 1, 3)

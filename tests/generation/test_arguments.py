@@ -439,9 +439,9 @@ def test_a_setting_out_of_range_is_refused_when_it_is_made():
 
 
 def test_what_jax_puts_into_a_pytree_of_settings_is_not_checked():
-    settings = Sampling(0.5, 3, 0.9, 0.1, jnp.zeros(4))
+    settings = Sampling(0.5, 3, 0.9, 0.1, logit_bias=jnp.zeros(4))
     marked = jax.tree.map(lambda _: None, settings)
-    assert (marked.temperature, marked.logit_bias) == (None, None)
+    assert (marked.temperature, marked.processors[0].bias) == (None, None)
     assert jax.tree.map(lambda _: -1, settings).top_p == -1
     assert jax.eval_shape(lambda: settings.rows(2, 4)).temperature.shape == (2,)
     made = jax.jit(lambda t: Sampling(temperature=t, top_k=jnp.int32(2)))(jnp.float32(-1))
@@ -449,7 +449,7 @@ def test_what_jax_puts_into_a_pytree_of_settings_is_not_checked():
     mapped = jax.vmap(lambda s: s.temperature * 2)(settings.rows(2, 4))
     np.testing.assert_array_equal(mapped, [1.0, 1.0])
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(settings)]
-    assert names == [".temperature", ".top_k", ".top_p", ".min_p", ".logit_bias"]
+    assert names == [".temperature", ".top_k", ".top_p", ".min_p", ".processors[0].bias"]
     assert jax.tree.structure(settings) == jax.tree.structure(Sampling(logit_bias=jnp.ones(4)))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.compiling import AS_USERS_DO, QUICK
+from jaxspec.core.bias import LogitBias
 from jaxspec.core.drafter import Needs
 from jaxspec.core.noise import draw_gumbel
 from jaxspec.core.records import Proposal, Status
@@ -141,7 +142,7 @@ def random_request(seed: int, batch: int, vocab: int, longest: int = 20, budget:
         top_k=some(0.4, rng.integers(1, vocab + 2, batch), 0),
         top_p=some(0.5, rng.uniform(0.05, 1.0, batch), 1.0),
         min_p=some(0.4, rng.uniform(0.0, 0.5, batch), 0.0),
-        logit_bias=bias.astype(np.float32),
+        processors=[LogitBias(bias.astype(np.float32))],
     )
 
 
@@ -192,7 +193,7 @@ def by_hand(
     bos, longest = table.shape[1], int(request.count[row] + request.new_tokens[row])
     sampling, text = request.sampling, np.asarray(request.tokens)[row, : int(request.count[row])].tolist()
     settings = [np.asarray(getattr(sampling, n))[row] for n in ("temperature", "top_k", "top_p", "min_p")]
-    bias = 0.0 if sampling.logit_bias is None else np.asarray(sampling.logit_bias)[row]
+    bias = sum(np.asarray(one.bias)[row] for one in sampling.processors if isinstance(one, LogitBias))
     stops = set(np.asarray(request.stop_ids)[row].tolist())
     while len(text) < longest:
         logits = table[text[-2] if len(text) > 1 else bos, text[-1]] + bias

@@ -1,0 +1,170 @@
+"""The properties of every correct processor, as a function that raises `AssertionError`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.core.processor import (
+    Beginning,
+    ForcingProcessor,
+    PointwiseProcessor,
+    Processor,
+    process_some,
+    read_text,
+)
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.topology import Topology, branching
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Request, Result, Weights
+from jaxspec.rules.coupled import Coupled
+from jaxspec.testing.properties import require
+from jaxspec.testing.tables import ScriptedDrafter, TableLM
+
+_PATH = 3
+
+
+def check_processor(
+    processor: Processor,
+    vocab: int = 12,
+    texts: Sequence[Sequence[int]] | None = None,
+    stop_ids: Sequence[int] = (),
+    seed: int = 0,
+) -> None:
+    """Checks that a processor changes logits by the text alone.
+
+    The logits after a text must be the same, bit by bit, however the text is divided into absorbed text and path, alone
+    and beside other rows and nodes, with any padding. `apply_to` and `forced` must agree with `apply`. Texts that are
+    decoded with a tree of wrong and right drafts must be those of plain decoding.
+
+    Args:
+        processor: the processor, with the same settings for all rows.
+        vocab: V, the size of the vocabulary.
+        texts: token ids of at least two texts of at least four tokens each, on which the processor is tried; None for
+            random texts. A grammar needs texts that it accepts.
+        stop_ids: the stop tokens.
+        seed: the seed of texts and logits.
+
+    Raises:
+        AssertionError: a property does not hold; the message names it.
+    """
+    rng = np.random.default_rng(seed)
+    if texts is None:
+        texts = [rng.integers(0, vocab, size).tolist() for size in (18, 11, 7)]
+    rows = [list(map(int, text)) for text in texts]
+    require(len(rows) > 1 and min(map(len, rows)) > _PATH, processor, "needs two texts or more, of four tokens or more")
+    settings = processor.rows(len(rows), vocab)
+    _check_divisions(settings, rows, vocab, stop_ids, rng)
+    _check_decoding(processor, rows, vocab, stop_ids, seed)
+
+
+def _check_divisions(
+    settings: Processor, rows: list[list[int]], vocab: int, stop_ids: Sequence[int], rng: np.random.Generator
+) -> None:
+    """Compares divisions of each text; the prompt is the first half of a text."""
+    batch, longest = len(rows), max(map(len, rows))
+    stops = jnp.asarray(np.tile([*stop_ids, -1], (batch, 1)), jnp.int32)
+    beginning = Beginning(vocab, longest + 8, stops)
+    text = np.asarray([row + [0] * (longest - len(row)) for row in rows], np.int32)
+    lengths, starts = np.asarray([len(row) for row in rows]), np.asarray([len(row) // 2 for row in rows])
+    logits = jnp.asarray(rng.normal(size=(batch, _PATH + 1, vocab)), jnp.float32)
+
+    def absorbed(length: np.ndarray, padding: int = 0) -> Any:
+        """Returns the state after the first tokens of each text, with other tokens behind them."""
+        tokens = np.where(np.arange(longest) < length[:, None], text, padding)
+        return read_text([settings], beginning, jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(starts))[0]
+
+    # The last tokens of a text as a path: the node at index i has i of them.
+    first = lengths - _PATH
+    ends = np.stack([text[np.arange(batch), first + i] for i in range(_PATH)], 1)
+    path = np.where(np.arange(_PATH) < np.arange(_PATH + 1)[:, None], ends[:, None], -1).astype(np.int32)
+    state = absorbed(first)
+    tree = settings.apply(state, jnp.asarray(path), logits)
+    require(tree.shape == logits.shape and tree.dtype == logits.dtype, settings, "changes the shape or dtype of logits")
+    require(not np.isnan(tree).any() and not np.isposinf(tree).any(), settings, "writes NaN or +inf into logits")
+    nothing = jnp.zeros((batch, 1, 0), jnp.int32)
+    for i in range(_PATH + 1):
+        after = settings.apply(absorbed(first + i), nothing, logits[:, i : i + 1])[:, 0]
+        require(np.array_equal(after, tree[:, i]), settings, "gives a path other logits than the absorbed text")
+        alone = settings.apply(state, jnp.asarray(path[:, i : i + 1]), logits[:, i : i + 1])[:, 0]
+        require(np.array_equal(alone, tree[:, i]), settings, "gives a node other logits beside other nodes")
+    padded = jnp.asarray(np.pad(path, ((0, 0), (0, 0), (0, 2)), constant_values=-1))
+    same = np.array_equal(settings.apply(state, padded, logits), tree)
+    require(same, settings, "depends on the padding of paths")
+    same = np.array_equal(settings.apply(absorbed(first, vocab - 1), jnp.asarray(path), logits), tree)
+    require(same, settings, "depends on the tokens behind a text")
+    _check_rounds(settings, state, ends, starts - first, jnp.asarray(path), logits, absorbed(lengths))
+    _check_some(settings, state, jnp.asarray(path), logits, tree, rng)
+
+
+def _check_rounds(
+    settings: Processor, state: Any, ends: np.ndarray, start: np.ndarray, path: jax.Array, logits: jax.Array, whole: Any
+) -> None:
+    """Absorbs the last tokens one by one, with a wrong token behind each, as rounds of decoding do."""
+    one, nothing = jnp.ones(len(ends), jnp.int32), path[:, :, :0]
+    for i in range(ends.shape[1]):
+        pair = jnp.asarray(np.stack([ends[:, i], (ends[:, i] + 1) % logits.shape[2]], 1), jnp.int32)
+        idle = settings.absorb(state, pair, jnp.zeros_like(one), jnp.asarray(start - i))
+        same = np.array_equal(settings.apply(idle, nothing, logits), settings.apply(state, nothing, logits))
+        require(same, settings, "changes its state although no token is absorbed")
+        state = settings.absorb(state, pair, one, jnp.asarray(start - i))
+    same = np.array_equal(settings.apply(state, nothing, logits), settings.apply(whole, nothing, logits))
+    require(same, settings, "depends on how a text is divided into rounds")
+
+
+def _check_some(
+    settings: Processor, state: Any, path: jax.Array, logits: jax.Array, tree: jax.Array, rng: np.random.Generator
+) -> None:
+    """Compares `apply_to` and `forced` with `apply`."""
+    vocab = logits.shape[2]
+    some = jnp.asarray(rng.integers(-1, vocab, (*logits.shape[:2], 5)), jnp.int32)
+    if isinstance(settings, PointwiseProcessor):
+        given = jnp.take_along_axis(logits, jnp.maximum(some, 0), 2)
+        expected = jnp.where(some < 0, given, jnp.take_along_axis(tree, jnp.maximum(some, 0), 2))
+        got = process_some([settings], [state], path, some, given, vocab)
+        require(np.array_equal(got, expected), settings, "has an apply_to that differs from apply")
+    if isinstance(settings, ForcingProcessor):
+        only = np.asarray(settings.forced(state, path))[..., None]
+        others = np.where((only >= 0) & (np.arange(vocab) != only), tree, -np.inf)
+        require(np.isneginf(others).all(), settings, "allows another token than the forced one")
+
+
+def _check_decoding(
+    processor: Processor, rows: list[list[int]], vocab: int, stop_ids: Sequence[int], seed: int
+) -> None:
+    """Compares texts with drafts and without, and of a row alone."""
+    network, batch, longest = TableLM(vocab, order=1), len(rows), max(map(len, rows))
+    params, tree = network.init_params(jax.random.key(seed)), branching(2, 2, 1)
+    likely = np.asarray(jax.tree.leaves(params)[0]).reshape(-1, vocab)[:vocab]
+    script = _follow(tree, np.argsort(-likely, -1))
+
+    def decode(rows: list[list[int]], keys: jax.Array, script: np.ndarray) -> Result:
+        decoder = Decoder(network, ScriptedDrafter(tree), Coupled(), chunk=4)
+        tokens = jnp.asarray([row + [0] * (longest - len(row)) for row in rows], jnp.int32)
+        stops = jnp.asarray(np.tile([*stop_ids, -1], (len(rows), 1)), jnp.int32)
+        sampling = Sampling(temperature=0.7, processors=[processor]).rows(len(rows), vocab)
+        counts, budget = jnp.asarray([len(row) for row in rows]), jnp.full((len(rows),), 12)
+        request = Request(tokens, counts, budget, keys, stops, sampling)
+        slots = decoder.slots(longest + 12)
+        return jax.jit(lambda weights, request: decoder.generate(weights, request, slots))(
+            Weights(params, jnp.asarray(script)), request
+        )
+
+    keys = jax.random.split(jax.random.key(seed), batch)
+    plain, drafted = (decode(rows, keys, drafts) for drafts in (np.full_like(script, -1), script))
+    same = np.array_equal(plain.tokens, drafted.tokens) and np.array_equal(plain.length, drafted.length)
+    require(same, processor, "gives another text with drafts than without")
+    alone = decode(rows[:1], keys[:1], script)
+    same = np.array_equal(alone.tokens[0], drafted.tokens[0])
+    require(same, processor, "gives a row another text beside other rows")
+
+
+def _follow(tree: Topology, likely: np.ndarray) -> np.ndarray:
+    """Returns the drafts after each token, `[V, N]`: the likeliest tokens after each node."""
+    script = np.tile(np.arange(len(likely))[:, None], (1, tree.shape.nodes)).astype(np.int32)
+    for node in range(1, tree.shape.nodes):
+        parent, rank = int(tree.tree.parents[node]), int(tree.tree.ranks[node])
+        script[:, node] = likely[script[:, parent], rank]
+    return script

@@ -1,0 +1,123 @@
+"""Times rounds with each processor beside rounds without, by vocabulary and number of nodes.
+
+    python -m scripts.measure.processors --record processors
+    python -m scripts.measure.processors --vocab 49152 --nodes 8 --members repetition --repeats 3
+
+The target has the layers of SmolLM2-135M and random weights. A round drafts a chain of tokens, verifies it with the
+rule "coupled" at temperature 0.7, and commits, after a text of 200 tokens. Every round starts from the same state.
+Rounds with and without the processor take turns, and a ratio is the median over turns of two times that were measured
+one after the other.
+"""
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxspec
+from jaxspec.bench.measurements import add_record, quartiles, write_record
+from jaxspec.core.sampling import Sampling
+from jaxspec.core.topology import chain
+from jaxspec.decode.loop import Decoder
+from jaxspec.decode.state import Request, Weights
+from jaxspec.kernels.library import describe_kernels, kernels_available
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.execution import Execution
+from jaxspec.models.packed import pack_param
+from jaxspec.models.transformer import TransformerLM
+from jaxspec.rules.coupled import Coupled
+from jaxspec.testing import ScriptedDrafter
+
+TEXT = 200
+MEMBERS: dict[str, Any] = {
+    "logit-bias": jaxspec.LogitBias({5: -1.0}),
+    "repetition": jaxspec.RepetitionPenalty(1.1),
+    "presence": jaxspec.PresencePenalty(0.5),
+    "frequency": jaxspec.FrequencyPenalty(0.5),
+    "no-repeat-ngram": jaxspec.NoRepeatNgram(3),
+    "bad-words": jaxspec.BadWords([[5], [7, 8], [1, 2, 3]]),
+    "min-new-tokens": jaxspec.MinNewTokens(1000),
+    "allowed-tokens": jaxspec.AllowedTokens(list(range(1000))),
+    "suppress-tokens": jaxspec.SuppressTokens([5, 6]),
+    "thinking-budget": jaxspec.ThinkingBudget(10_000, [5, 6, 7]),
+}
+
+
+def make_network(vocab: int) -> tuple[TransformerLM, Any]:
+    """Returns a network with the layers of SmolLM2-135M, and random parameters in bfloat16."""
+    config = ModelConfig(
+        vocab_size=vocab, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9, num_kv_heads=3,
+        head_dim=64, tie_embeddings=True,
+    )  # fmt: skip
+    lm = TransformerLM(config, "bfloat16", execution=Execution(kernels=kernels_available()))
+    params = lm.init_params(jax.random.key(0))
+    if not kernels_available():
+        return lm, params
+    pack = jax.tree_util.tree_map_with_path(lambda path, leaf: pack_param(path[-1].key, leaf), params)
+    return lm, pack
+
+
+def measure(vocab: int, nodes: int, members: list[str], repeats: int, rounds: int) -> list[dict[str, Any]]:
+    """Returns the times of rounds with each member, and with none."""
+    lm, params = make_network(vocab)
+    drafter = ScriptedDrafter(chain(nodes - 1))
+    decoder, rng = Decoder(lm, drafter, Coupled()), np.random.default_rng(0)
+    weights = Weights(params, jnp.asarray(rng.integers(0, vocab, (vocab, nodes)), jnp.int32))
+    tokens = jnp.asarray(rng.integers(0, vocab, (1, TEXT)), jnp.int32)
+    stops = jnp.full((1, 8), -1).at[0, 0].set(2)
+    step = jax.jit(decoder.step)
+
+    def prepare(name: str | None) -> Any:
+        sampling = Sampling(temperature=0.7, processors=[] if name is None else [MEMBERS[name]]).rows(1, vocab)
+        request = Request(tokens, jnp.full(1, TEXT), jnp.full(1, 256), jax.random.split(jax.random.key(0), 1), stops,
+                          sampling)  # fmt: skip
+        slots = decoder.slots(TEXT + 256)
+        state = jax.jit(lambda weights, request: decoder.prefill(weights, decoder.init(weights, request, slots)))(
+            weights, request
+        )
+        return jax.block_until_ready(step(weights, state))  # compiles, and starts inside the text
+
+    def seconds(state: Any) -> float:
+        start = time.perf_counter()
+        for _ in range(rounds):
+            jax.block_until_ready(step(weights, state).length)
+        return (time.perf_counter() - start) / rounds
+
+    plain, rows = prepare(None), []
+    for name in members:
+        state = prepare(name)
+        times = np.array([(seconds(plain), seconds(state)) for _ in range(repeats)])
+        rows.append({
+            "processor": name, "ms": quartiles(times[:, 1] * 1e3), "ms_without": quartiles(times[:, 0] * 1e3),
+            "ratio": quartiles(times[:, 1] / times[:, 0]),
+        })  # fmt: skip
+        print(f"V = {vocab}, {nodes} nodes: {rows[-1]}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", nargs="+", type=int, default=[49_152, 151_936])
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--members", nargs="+", choices=MEMBERS, default=list(MEMBERS))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=8, help="rounds that are timed together")
+    add_record(parser.add_argument)
+    arguments = parser.parse_args()
+    print(f"jax {jax.__version__}, {describe_kernels()}")
+    values = {
+        f"V = {vocab}, {nodes} nodes": measure(vocab, nodes, arguments.members, arguments.repeats, arguments.rounds)
+        for vocab in arguments.vocab
+        for nodes in arguments.nodes
+    }
+    if arguments.record:
+        print(f"written: {write_record(arguments.record, 'processors', sys.argv, values)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
