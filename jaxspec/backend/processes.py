@@ -199,6 +199,8 @@ def ends_after(step: int, wanted: bool, run: int) -> bool:
 
 def number_run() -> int:
     """Returns a number that is the same in all processes, and another one at every call."""
+    global _ends_with_others
+    _ends_with_others = False
     return next(_calls)
 
 

@@ -177,6 +177,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--dtype file: the blocks of a GGUF file have no gradients; use another dtype, such as int8")
     if args.on and not args.dry_run:
         raise UsageError("--on: names devices for --dry-run; add --dry-run, or leave it out")
+    if args.dry_run and args.hosts:
+        raise UsageError("--hosts: a dry run is one process; leave it out, and name the devices of all hosts by --on")
     if args.dry_run:
         return _dry_run(args, settings)
     out, fit_dtype = check_path(args.out, "--out"), args.fit_dtype or args.dtype
