@@ -37,7 +37,7 @@ slow: $(VENV)/dev.stamp ## run the tests that take minutes
 
 tpu: $(VENV)/dev.stamp ## compile for TPUs without one, and check what the loop does (ARGS=--all for every combination)
 	$(INSTALL) '.[tpu]'
-	$(RUN) -m pytest -m tpu tests/decode/test_tpu.py
+	$(RUN) -m pytest -m tpu tests/decode/test_tpu.py tests/train/test_dry_run.py
 	$(RUN) -m scripts.prove.tpu_layers
 	$(RUN) -m scripts.prove.mesh_layers --chips v5e
 	$(RUN) -m scripts.prove.tpu $(ARGS)

@@ -121,7 +121,8 @@ def _add_run_options(add: Callable) -> None:
         "--on",
         default="",
         metavar="TOPOLOGY",
-        help="with --dry-run: TPUs to compile for in place of the devices at hand, such as v5e:2x4; needs libtpu",
+        help="with --dry-run: devices to compile for in place of the devices at hand: TPUs such as v5e:2x4 (needs "
+        "libtpu), or GPUs such as h100:8 or h100:2x8 (needs jaxspec-decoding[gpu])",
     )
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 
 class Batch(NamedTuple):
@@ -15,7 +15,8 @@ class Batch(NamedTuple):
     Attributes:
         tokens, segments, mask: see `jaxspec.train.packing.Rows`.
         features: the features that the trainee's network computes. The target's projection reads the first E entries.
-        key: random key for the noise and the draws of a training step; None in evaluation.
+        key: random key of each row, for the noise and the draws of a training step; None in evaluation. A device draws
+            for its own rows what one device would draw.
         anchors: the positions that blocks are guessed from (`jaxspec.train.trainee.BlockTraining`); None for all
             positions. Some drafted tokens may be guessed from only the first of these positions; see `limit_anchors`.
     """
@@ -24,7 +25,7 @@ class Batch(NamedTuple):
     segments: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
     features: Float[Array, "B T F"]
-    key: Array | None = None
+    key: Key[Array, "B"] | None = None
     anchors: Int[Array, "B A"] | None = None
 
 
@@ -101,12 +102,12 @@ def take_anchors(batch: Batch, values: Shaped[Array, "B T *v"]) -> Shaped[Array,
 def draw_anchors(batch: Batch, count: int | None) -> Int[Array, "B A"]:
     """Draws `count` positions t of each row, without repetition, for which the assistant wrote token t + 2.
 
-    The batch's key decides the draws. Rows with fewer such positions are padded with positions that no loss counts. If
+    The key of a row decides its draws. Rows with fewer such positions are padded with positions that no loss counts. If
     `count` is None, all positions are drawn.
     """
     assert batch.key is not None
     size = batch.tokens.shape[1]
-    drawn = jax.random.uniform(batch.key, batch.tokens.shape)
+    drawn = jax.vmap(lambda key: jax.random.uniform(key, (size,)))(batch.key)
     return lax.top_k(jnp.where(find_supervised(batch, 0), drawn, -1), size if count is None else min(count, size))[1]
 
 

@@ -3,7 +3,7 @@
 The programs of a run are compiled for the devices at hand, or for a topology of TPUs, from the shapes of all arrays.
 """
 
-import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxspec.amounts import plural, size
-from jaxspec.backend.chips import Chip, chip_of, describe_topology
+from jaxspec.backend.chips import TPUS, Chip, chip_of, describe_topology, without_xla_flags
 from jaxspec.core.mesh import DATA
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import sharding
@@ -38,6 +38,26 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2}
 """Bytes of the elements of HLO types; 4 for other types."""
 
 
+class Collective(NamedTuple):
+    """An exchange between devices in a program.
+
+    Attributes:
+        kind: all-gather, all-reduce, reduce-scatter, all-to-all or collective-permute.
+        dtype: XLA's name of the dtype of its result.
+        shape: the shape of its result on each device: of the whole array after an all-gather, and of a device's part
+            after a reduce-scatter.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the array."""
+        return math.prod(self.shape) * BYTES.get(self.dtype, 4)
+
+
 class Program(NamedTuple):
     """A compiled program.
 
@@ -45,25 +65,49 @@ class Program(NamedTuple):
         name: what it computes.
         temporaries: bytes of its temporary arrays on each device; None if the compiler refused it for lack of memory.
         flops: operations of matrix products on each device.
-        collectives: number and bytes of each kind of collective; empty if the program cannot be printed.
+        collectives: its collectives, where those in a loop are listed once; empty if the program cannot be printed.
     """
 
     name: str
     temporaries: int | None
     flops: float
-    collectives: dict[str, tuple[int, int]]
+    collectives: list[Collective]
+
+    def sum_collectives(self) -> dict[str, tuple[int, int]]:
+        """Returns the number and the bytes of each kind of collective."""
+        sums = {}
+        for one in self.collectives:
+            count, bytes = sums.get(one.kind, (0, 0))
+            sums[one.kind] = count + 1, bytes + one.bytes
+        return sums
+
+
+class TracedProgram(NamedTuple):
+    """A program before it is compiled.
+
+    Attributes:
+        name: what it computes.
+        traced: the program.
+        flops: operations of matrix products on each device.
+        arguments: bytes of its arguments on each device.
+    """
+
+    name: str
+    traced: Any
+    flops: float
+    arguments: int
 
 
 @dataclasses.dataclass(frozen=True)
-class DryRun:
-    """What a training run needs.
+class Plan:
+    """What is known of a training run before anything is compiled.
 
     Attributes:
         devices: the kind and the number of devices, and the mesh.
         rows: rows of a step, and tokens of a row.
         held: bytes of each device by what they hold.
         whole: names and shapes of large arrays of the heads that no dimension allows to be split.
-        programs: the programs of a step: the features, if the target reads them in the step, and the step itself.
+        traced: the programs of a step: the features, if the target reads them in the step, and the step itself.
         chip: figures of a device; None if they are not known.
     """
 
@@ -71,8 +115,19 @@ class DryRun:
     rows: tuple[int, int]
     held: dict[str, int]
     whole: list[str]
-    programs: list[Program]
+    traced: list[TracedProgram]
     chip: Chip | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun(Plan):
+    """What a training run needs.
+
+    Attributes:
+        programs: the programs, compiled.
+    """
+
+    programs: list[Program]
 
     @property
     def total(self) -> float:
@@ -98,7 +153,7 @@ class DryRun:
         lines.append(f"  at once: {total}")
         lines += [f"on every device, because no dimension can be split: {', '.join(self.whole)}"] if self.whole else []
         for program in self.programs:
-            each = [f"{number} {kind} ({size(bytes)})" for kind, (number, bytes) in program.collectives.items()]
+            each = [f"{number} {kind} ({size(bytes)})" for kind, (number, bytes) in program.sum_collectives().items()]
             lines.append(f"collectives of the {program.name}: {', '.join(each) or 'none'}")
         flops = sum(program.flops for program in self.programs)
         parts = ", ".join(f"{program.name} {program.flops / 1e12:.3g}" for program in self.programs)
@@ -123,11 +178,19 @@ def dry_run(target: Model, settings: TrainSettings, start: Any = None, on: str =
         target: the target, whose parameters may be shapes (`jax.ShapeDtypeStruct`).
         settings: the settings. An empty `mesh` stands for as many devices as divide the batch.
         start: what training starts from; None for new heads.
-        on: a topology such as "v5e:2x4"; empty for the devices at hand.
+        on: a topology such as "v5e:2x4" or "h100:8"; empty for the devices at hand.
 
     Raises:
         InvalidConfig: the settings do not fit the target or the devices, or there is no such topology.
     """
+    plan = plan_run(target, settings, start, on)
+    with without_xla_flags() if on.startswith(TPUS) else contextlib.nullcontext():
+        programs = list(map(_compile, plan.traced))
+    return DryRun(**vars(plan), programs=programs)
+
+
+def plan_run(target: Model, settings: TrainSettings, start: Any = None, on: str = "") -> Plan:
+    """Computes `dry_run`, but compiles nothing."""
     devices = describe_topology(on) if on else jax.devices()
     settings = _resolve(settings, devices)
     if math.prod(parse_mesh(settings.mesh)) > len(devices):
@@ -148,15 +211,15 @@ def dry_run(target: Model, settings: TrainSettings, start: Any = None, on: str =
     count, tokens = settings.batch, settings.row_tokens
     row = jax.ShapeDtypeStruct((count // settings.accumulate, tokens), jnp.int32, sharding=here.rows)
     reads = losses.needs_features(settings, trainee)
-    programs, width = [], 0
+    traced, width = [], 0
     if reads and trainee.joint is None:
         read = functools.partial(compute_features, network, placement=here)
         width = jax.eval_shape(read, params, row, row).shape[-1]
         times = settings.accumulate
-        programs.append(_compile("features", read, (params, row, row), here, lm.execution.shards, times=times))
+        traced.append(_trace("features", read, (params, row, row), here, lm.execution.shards, times=times))
     batch = _batch(settings, here, width)
     step = functools.partial(train_step, settings, trainee, network, placement=here)
-    programs.append(_compile("step", step, (frozen, state, batch), here, 1, donated=(1,)))
+    traced.append(_trace("step", step, (frozen, state, batch), here, 1, donated=(1,)))
     held = {
         "target": _bytes(params) if state.params.target is None else 0,
         "heads and trained target": _bytes(state.params),
@@ -170,7 +233,7 @@ def dry_run(target: Model, settings: TrainSettings, start: Any = None, on: str =
         if here.mesh.size > 1 and leaf.sharding == here.whole and here.is_large(leaf)
     ]
     name = f"{len(here.mesh.devices.flat)} x {devices[0].device_kind} ({settings.mesh})"
-    return DryRun(name, (count, tokens), held, whole, programs, chip_of(devices[0]))
+    return Plan(name, (count, tokens), held, whole, traced, chip_of(devices[0]))
 
 
 def _resolve(settings: TrainSettings, devices: Sequence[Any]) -> TrainSettings:
@@ -243,7 +306,7 @@ def _bytes(tree: Any) -> int:
     )
 
 
-def _compile(
+def _trace(
     name: str,
     function: Any,
     arguments: tuple,
@@ -251,22 +314,34 @@ def _compile(
     shards: int,
     donated: tuple[int, ...] = (),
     times: int = 1,
-) -> Program:
-    """Compiles a program; `shards` devices share the work of a row, and it runs `times` times in a step."""
+) -> TracedProgram:
+    """Traces a program; `shards` devices share the work of a row, and it runs `times` times in a step."""
     traced = jax.jit(function, donate_argnums=donated).trace(*arguments)
     flops = times * count_flops(traced.jaxpr.jaxpr) / (here.mesh.shape[DATA] * shards)
+    return TracedProgram(name, traced, flops, _bytes(arguments))
+
+
+def _compile(program: TracedProgram) -> Program:
+    """Compiles a program."""
+    name, flops = program.name, program.flops
     try:
-        done = traced.lower().compile()
+        done = program.traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
-        return Program(name, None, flops, {})
+        return Program(name, None, flops, [])
     memory = done.memory_analysis()
-    return Program(name, 0 if memory is None else memory.temp_size_in_bytes, flops, count_collectives(done))
+    text = ""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # JAX 0.10 cannot print some asynchronous instructions
+        text = done.as_text() or ""
+    return Program(name, 0 if memory is None else memory.temp_size_in_bytes, flops, list_collectives(text))
 
 
 def count_flops(jaxpr: Any) -> float:
-    """Returns the operations of all matrix products of a program, with loops of a known length counted in full."""
+    """Returns the operations of all matrix products of a program, with loops of a known length counted in full.
+
+    A part that each group of devices runs on its own rows is counted for all groups.
+    """
     total = 0.0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -282,24 +357,35 @@ def count_flops(jaxpr: Any) -> float:
             if hasattr(getattr(value, "jaxpr", value), "eqns")
         ]
         each = max(inner, default=0.0) if eqn.primitive.name in ("cond", "platform_index") else sum(inner)
-        total += each * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else each
+        if eqn.primitive.name == "scan":
+            each *= eqn.params.get("length", 1)
+        elif eqn.primitive.name == "shard_map":
+            each *= eqn.params["mesh"].shape[DATA]
+        total += each
     return total
 
 
-def count_collectives(compiled: Any) -> dict[str, tuple[int, int]]:
-    """Returns the number and the bytes of each kind of collective of a program; those in a loop are counted once."""
-    try:
-        text = compiled.as_text() or ""
-    except jax.errors.JaxRuntimeError:  # JAX 0.10 cannot print some asynchronous instructions of TPUs
-        return {}
-    found: dict[str, list[int]] = collections.defaultdict(list)
-    seen = set()
-    for match in re.finditer(rf"^.* = (.+?) ({COLLECTIVES})(?:-start)?\((.*)$", text, re.MULTILINE):
-        channel = re.search(r"channel_id=(\d+)", match[3])  # an instruction may be fused, and listed several times
-        if channel is not None and (match[2], channel[1]) in seen:
+def list_collectives(text: str) -> list[Collective]:
+    """Returns the collectives of a compiled program in HLO; those in a loop are listed once."""
+    found, chains, fused = [], set(), False
+    for line in text.splitlines():
+        if line.endswith("{"):  # XLA:TPU fuses an all-reduce with the slice that a device keeps
+            header = re.match(r"%all-reduce-scatter[.\d]* .* -> (\w+)\[([\d,]*)\]", line)
+            fused = header is not None
+            found += [_collective("reduce-scatter", *header.groups())] if header else []
+        match = re.match(rf"^.* = (.+?) ({COLLECTIVES})(-start)?\(", line)
+        if match is None or fused:
             continue
-        seen.add((match[2], channel and channel[1]))
-        arrays = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-        sizes = [math.prod(map(int, filter(None, shape.split(",")))) * BYTES.get(kind, 4) for kind, shape in arrays]
-        found[match[2]].append(max(sizes, default=0))
-    return {kind: (len(sizes), sum(sizes)) for kind, sizes in found.items()}
+        chain = re.search(r'chain_id="(\d+)"', line)  # XLA:TPU lists a collective once for each fusion that hides it
+        if chain is not None and (match[2], chain[1]) in chains:
+            continue
+        chains |= {(match[2], chain[1])} if chain else set()
+        results = [_collective(match[2], *one) for one in re.findall(r"(\w+)\[([\d,]*)\]", match[1])]
+        if match[3]:  # an asynchronous instruction has its operands as well
+            results = [max(results, key=lambda one: one.bytes)]
+        found += results
+    return found
+
+
+def _collective(kind: str, dtype: str, shape: str) -> Collective:
+    return Collective(kind, dtype, tuple(map(int, filter(None, shape.split(",")))))

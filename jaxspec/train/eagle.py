@@ -166,7 +166,8 @@ class EagleTrainee(HeadTrainee):
         if not self.noise or batch.key is None:
             return features
         length = (batch.segments[:, :, None] == batch.segments[:, None, :]).sum(-1, keepdims=True)
-        drawn = jax.random.uniform(batch.key, features.shape, minval=-0.5, maxval=0.5)
+        draw = functools.partial(jax.random.uniform, shape=features.shape[1:], minval=-0.5, maxval=0.5)
+        drawn = jax.vmap(draw)(batch.key)
         return features + self.noise * NOISE_LENGTH / length * drawn
 
     def _distance(self, states: Float[Array, "B T E"], features: Float[Array, "B T E"]) -> Float[Array, "B T"]:

@@ -3,7 +3,7 @@
 | arrays | between steps | in a step |
 |---|---|---|
 | target | each matrix split over "model" and "data" | collected over "data", layer by layer |
-| heads, moments, gradients | large arrays split over all devices, by shape | heads collected, gradients split again |
+| heads, moments, gradients | large arrays split over all devices, by shape | heads whole, gradients summed in parts |
 | frozen tables, sums, counts | on every device | as they lie |
 | rows: batches, features, evaluation | split over "data" | as they lie |
 
@@ -13,10 +13,11 @@ The parameters of the heads need no rule by name, because moments and gradients 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,6 +72,15 @@ def answer_mesh(lm: TransformerLM, devices: Sequence[Any], memory: float) -> Mes
     )
 
 
+def differentiate(loss: Callable[..., Any], params: Any, dtypes: Any, rows: Any, constants: Any) -> tuple[Any, Any]:
+    """Computes `Placement.differentiate` on one device."""
+
+    def compute(params: Any) -> tuple[Any, Any]:
+        return loss(jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, dtypes), rows, constants)
+
+    return jax.value_and_grad(compute, has_aux=True)(params)
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The places of all arrays on a mesh with the axes "data" and "model"; static and hashable.
@@ -118,12 +128,15 @@ class Placement:
         """Returns whether an array of the heads is worth splitting."""
         return leaf.size >= MIN_SPLIT_ELEMENTS
 
-    def _split_by_shape(self, leaf: Any) -> NamedSharding:
+    def _split_axis(self, leaf: Any) -> int:
+        """Returns the axis of an array of the heads that is split; `WHOLE` if every device has the whole array."""
         count = self.mesh.size
-        axis = next((i for i, length in enumerate(leaf.shape) if length % count == 0), None)
-        if count == 1 or axis is None or not self.is_large(leaf):
-            return self.whole
-        return NamedSharding(self.mesh, P(*[None] * axis, (DATA, MODEL)))
+        if count == 1 or not self.is_large(leaf):
+            return WHOLE
+        return next((axis for axis, length in enumerate(leaf.shape) if length % count == 0), WHOLE)
+
+    def _split_by_shape(self, leaf: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, _spec(self._split_axis(leaf)))
 
     @property
     def devices(self) -> str:
@@ -162,12 +175,45 @@ class Placement:
         return sharding.collect(params, self.mesh)
 
     def collect_heads(self, params: Params) -> Params:
-        """Returns parameters that are split by shape as a step reads them: whole. Their gradients are split again."""
-        return params if self.mesh.size == 1 else jax.tree.map(self._collect, params)
+        """Returns parameters that are split by shape as an evaluation reads them: whole."""
+        return params if self.mesh.size == 1 else lax.with_sharding_constraint(params, self.whole)
 
-    def _collect(self, leaf: jax.Array) -> jax.Array:
-        split = self._split_by_shape(leaf)
-        return leaf if split == self.whole else _collect_and_split(self.whole, split, leaf)
+    def differentiate(
+        self, loss: Callable[..., Any], params: Any, dtypes: Any, rows: Any, constants: Any
+    ) -> tuple[Any, Any]:
+        """Returns the value and the gradient of a loss that is a sum over rows.
+
+        Each device computes the loss of its own rows. It collects each parameter once, and the devices add up its
+        gradient once, in float32, so that each device receives its part of the sum. XLA's own partitioner would add up
+        the gradient of each product of a matrix; heads that guess several tokens multiply by it several times.
+
+        Args:
+            loss: a function from whole parameters, rows and constants to a value and other sums over rows.
+            params: parameters that are split by shape.
+            dtypes: for each parameter, the dtype that `loss` reads.
+            rows: arrays `[B, ...]`.
+            constants: arrays that every device holds.
+
+        Returns:
+            The value and the other sums, and the gradient, which is split like the parameters.
+        """
+        if self.mesh.size == 1:
+            return differentiate(loss, params, dtypes, rows, constants)
+        axes = jax.tree.map(self._split_axis, params)
+        specs = jax.tree.map(_spec, axes)
+
+        def compute_locally(params: Any, rows: Any, constants: Any) -> tuple[Any, Any]:
+            def local_loss(params: Any) -> tuple[Any, Any]:
+                whole = jax.tree.map(functools.partial(_collect, self.mesh.shape[MODEL]), axes, params, dtypes)
+                return loss(whole, rows, constants)
+
+            values, gradients = jax.value_and_grad(local_loss, has_aux=True)(params)
+            return lax.psum(values, DATA), gradients
+
+        mapped = jax.shard_map(
+            compute_locally, mesh=self.mesh, in_specs=(specs, P(DATA), P()), out_specs=(P(), specs), check_vma=False
+        )
+        return mapped(params, rows, constants)
 
     def keep(self, tree: Any) -> Any:
         """Returns heads, gradients or a whole state as they lie between steps."""
@@ -180,21 +226,36 @@ class Placement:
         return tree if self.mesh.size == 1 else lax.with_sharding_constraint(tree, self.rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _collect_and_split(whole: NamedSharding, split: NamedSharding, leaf: jax.Array) -> jax.Array:
-    """Returns an array with one sharding, whose gradient has another.
+WHOLE = -1
+"""The axis of arrays that are not split. None would not be a leaf of a pytree."""
 
-    Without the second constraint, each device would hold the sum of all devices' gradients, and not its part of it.
+
+def _spec(axis: int) -> P:
+    """Returns the partition of an array of which an axis is split over all devices."""
+    return P() if axis == WHOLE else P(*[None] * axis, (DATA, MODEL))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
+def _collect(model: int, axis: int, leaf: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the whole array of which a device has a part. The devices add up its gradient in float32.
+
+    Devices of the axis "model", of which there are `model`, have the same rows.
     """
-    return lax.with_sharding_constraint(leaf, whole)
+    leaf = leaf.astype(dtype)
+    return leaf if axis == WHOLE else lax.all_gather(leaf, (DATA, MODEL), axis=axis, tiled=True)
 
 
-def _forward(whole: NamedSharding, split: NamedSharding, leaf: jax.Array) -> tuple[jax.Array, None]:
-    return lax.with_sharding_constraint(leaf, whole), None
+def _collect_forward(model: int, axis: int, leaf: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return _collect(model, axis, leaf, dtype), jnp.zeros(0, leaf.dtype)
 
 
-def _backward(whole: NamedSharding, split: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (lax.with_sharding_constraint(gradient, split),)
+def _add_up(model: int, axis: int, dtype: Any, empty: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    total = gradient.astype(jnp.float32)
+    if axis == WHOLE:
+        total = lax.psum(total, DATA)
+    else:
+        total = lax.psum_scatter(total, (DATA, MODEL), scatter_dimension=axis, tiled=True) / model
+    return (total.astype(empty.dtype),)
 
 
-_collect_and_split.defvjp(_forward, _backward)
+_collect.defvjp(_collect_forward, _add_up)

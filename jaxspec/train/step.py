@@ -1,5 +1,6 @@
 """An optimiser step as a pure function: loss, gradients and AdamW. Steps with non-finite results are skipped."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jaxspec.train.losses import (
     sum_target_loss,
     weigh_losses,
 )
-from jaxspec.train.placement import Placement
+from jaxspec.train.placement import Placement, differentiate
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.trainee import Joint, Trainee
 
@@ -160,23 +161,24 @@ def train_step(
     weights = head_weights(settings, state.running, None if blocks is None else blocks.gamma)
     dtype = jnp.dtype(product_dtype(settings))
 
-    def loss(params: Trainable, part: Batch) -> tuple[Array, LossSums]:
-        heads = jax.tree.map(lambda leaf: leaf.astype(dtype), params.heads)
-        if placement is not None:
-            heads, params = (
-                placement.collect_heads(heads),
-                params._replace(target=placement.collect_heads(params.target)),
-            )
+    # Each device computes the loss of its own rows.
+    own = settings if placement is None else dataclasses.replace(settings, mesh="")
+
+    def loss(params: Trainable, part: Batch, constants: tuple[FrozenTarget, Array, Array]) -> tuple[Array, LossSums]:
+        tables, scale, positions = constants
         if joint is None:
-            return weigh_losses(settings, trainee, heads, frozen, part, weights / positions)
+            return weigh_losses(own, trainee, params.heads, tables, part, scale)
         features = compute_features(lm, params.target, part.tokens, part.segments)
         tables = freeze(trainee, lm, params.target)
-        own = sum_target_loss(tables, part, features)
+        of_target = sum_target_loss(tables, part, features)
         part = part._replace(features=features)
-        value, sums = weigh_losses(settings, trainee, heads, tables, part, weights / positions)
-        return joint.heads_weight * value + own / positions[0], sums
+        value, sums = weigh_losses(own, trainee, params.heads, tables, part, scale)
+        return joint.heads_weight * value + of_target / positions[0], sums
 
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), state.step), len(batch.tokens))
+    dtypes = Trainable(
+        jax.tree.map(lambda _: dtype, state.params.heads), jax.tree.map(lambda leaf: leaf.dtype, state.params.target)
+    )
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), state.step), batch.tokens.shape[:2])
     batch = batch._replace(key=keys)
     if blocks is not None:
         batch = batch._replace(anchors=jax.vmap(lambda part: draw_anchors(part, blocks.anchors))(batch))
@@ -191,7 +193,9 @@ def train_step(
         weights = weights * positions / (weights * positions).sum()
 
     def add(total: tuple, part: Batch) -> tuple[tuple, None]:
-        (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(state.params, part)
+        constants = frozen, weights / positions, positions
+        compute = differentiate if placement is None else placement.differentiate
+        (value, sums), gradients = compute(loss, state.params, dtypes, part, constants)
         total = jax.tree.map(jnp.add, total, (value, sums, gradients))
         return total if placement is None else placement.keep(total), None
 

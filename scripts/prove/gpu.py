@@ -24,10 +24,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from jaxspec.backend import command_buffer, exact_products
+from jaxspec.backend import chips, command_buffer, exact_products
 from jaxspec.core.sizes import BLOCK_SLOTS
 from jaxspec.models.layers import matmul
 from jaxspec.models.quantized import Quantized
@@ -36,27 +35,7 @@ from scripts.library import chains, hlo, kernels, loops, thunks, tier
 from scripts.library.loops import Case
 from scripts.library.tier import Chip
 
-CHIPS = {  # NVIDIA's data sheets; bfloat16 without sparsity
-    "h100": Chip("90", 3352e9, 989e12, 80e9),
-    "h200": Chip("90", 4800e9, 989e12, 141e9),
-    "a100": Chip("80", 2039e9, 312e12, 80e9),
-}
-# What XLA reads from a device and its driver (openxla/xla, xla/backends/gpu/target_config/specs): cores, units per
-# core, shared memory per core and per block, L2, GHz. Without the driver's version it captures no loop.
-CORES = {"90": (132, 128, 233472, 232448, 52428800, 1.98), "80": (108, 64, 167936, 166912, 41943040, 1.41)}
-TARGET = """
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 shared_memory_per_block: 49152
-  core_count: {0} fpus_per_core: {1} shared_memory_per_core: {2} shared_memory_per_block_optin: {3} l2_cache_size: {4}
-  clock_rate_ghz: {5} memory_bandwidth: {bandwidth} device_memory_size: {memory}
-  cuda_compute_capability {{ major: {major} feature_extension: {feature} }}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" runtime_version: "12.9.0" dnn_version: "9.10.0" name: "{name}"
-}}
-platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{name}"
-"""
+CHIPS = {name: Chip(name, *chips.CHIPS[name]) for name in chips.GPUS}
 TEXTS = (200, 2000)  # tokens
 SERIAL = 128  # elements: the width of a head; counts of nodes are shorter
 TILE_INPUTS, CHAIN_INPUTS = 128, 16  # inputs of a tile (block_k of `exact_products.OPTIONS`), and of one instruction
@@ -65,13 +44,7 @@ TILE_INPUTS, CHAIN_INPUTS = 128, 16  # inputs of a tile (block_k of `exact_produ
 @functools.cache
 def devices(chip: str, mesh: bool) -> Any:
     """One device or four, as the compiler knows them."""
-    made = CHIPS[chip]
-    text = TARGET.format(
-        *CORES[made.topology], bandwidth=int(made.bandwidth), memory=int(made.memory), major=made.topology[0],
-        feature="ACCELERATED_FEATURES" if made.topology == "90" else "NONE", name=chip,
-    )  # fmt: skip
-    shape = "1x1x4" if mesh else "1x1x1"
-    return topologies.get_topology_desc(platform="cuda", target_config=text, topology=shape).devices
+    return chips.describe_topology(f"{chip}:4" if mesh else f"{chip}:1")
 
 
 def turns(tokens: int, loop: hlo.Instruction) -> int:

@@ -40,7 +40,7 @@ def rows() -> Batch:
     packed, _ = pack_texts(texts, LENGTH)
     assert packed.tokens.shape == (ROWS, LENGTH)
     tokens, segments, mask = map(jnp.asarray, packed)
-    return Batch(tokens, segments, mask, jnp.zeros((ROWS, LENGTH, 0)), jax.random.key(3))
+    return Batch(tokens, segments, mask, jnp.zeros((ROWS, LENGTH, 0)), jax.random.split(jax.random.key(3), ROWS))
 
 
 @functools.cache

@@ -273,7 +273,8 @@ def test_places_are_drawn_by_key_where_the_assistant_writes():
     there = np.asarray(find_supervised(rows, 0))
 
     def drawn(key, count):
-        return np.asarray(draw_anchors(rows._replace(key=jax.random.key(key)), count))
+        keys = jax.random.split(jax.random.key(key), len(there))
+        return np.asarray(draw_anchors(rows._replace(key=keys), count))
 
     assert (drawn(0, 4) == drawn(0, 4)).all()
     assert (drawn(0, 4) != drawn(1, 4)).any()

@@ -55,7 +55,9 @@ def batch() -> Batch:
     texts = [Text(rng.integers(0, V, n).astype(np.int32), np.arange(n) >= n // 4) for n in LENGTHS]
     packed, _ = pack_texts(texts, 16)
     assert packed.segments.max() == 2
-    return Batch(*map(jnp.asarray, (*packed, np.zeros((2, 16, 0), np.float32))), key=jax.random.key(5))
+    return Batch(
+        *map(jnp.asarray, (*packed, np.zeros((2, 16, 0), np.float32))), key=jax.random.split(jax.random.key(5), 2)
+    )
 
 
 # The losses.
@@ -127,7 +129,7 @@ def texts_of(rows: Batch):
 def test_losses_and_gradients_are_those_of_one_dense_mask():
     """A step's, to 1e-5 of the loss and of each gradient's norm: one mean over all tokens that are kept."""
     one, rows = trainee(), batch()
-    (key,) = jax.random.split(jax.random.fold_in(jax.random.key(CE.seed), 0), 1)
+    (key,) = jax.random.split(jax.random.fold_in(jax.random.key(CE.seed), 0), (1, 2))
     drawn = rows._replace(anchors=draw_anchors(rows._replace(key=key), None))
     shares = [np.asarray(not_none(limit_anchors(drawn, one.blocks.shares, step).anchors)) for step in range(K)]
     sequences = []
@@ -232,7 +234,7 @@ def test_places_thin_out_by_the_retention():
         assert before is None or (places == before[:, : places.shape[1]]).all()
         before = places
     assert limit_anchors(rows, trainee().blocks.shares, 2) is rows
-    other = draw_anchors(rows._replace(key=jax.random.key(6)), None)
+    other = draw_anchors(rows._replace(key=jax.random.split(jax.random.key(6), 2)), None)
     assert (np.asarray(other) != np.asarray(drawn.anchors)).any()
 
 
