@@ -73,7 +73,7 @@ def load(
             and each device receives only its part. None for the default device.
         kernels: whether to use jaxspec's CPU kernels (docs/kernels.md). With None they are used if they were built and
             the model is placed on CPU devices that do not split layers.
-        attention: "xla" for XLA's own operations, or "pallas" for one kernel per layer on TPUs or GPUs that do not
+        attention: "xla" for XLA's own operations, or "pallas" for kernels of our own on TPUs or GPUs that do not
             split layers. On an H200 the kernel was slower for one row and faster for 16 rows; see docs/gpu.md.
         exact: True to require that the bits of a text do not depend on the drafter, its tree or the batch, or to refuse
             the model. On a CPU this requires the CPU kernels. On a GPU or TPU, attention and products then run in

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core import cache as caches
 from jaxspec.core.cache import BLOCK_SLOTS
-from jaxspec.core.records import KV, Window
+from jaxspec.core.records import KV, Cache, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import calls
 from jaxspec.models import query_chunks
@@ -250,3 +250,21 @@ def side_by_side(mixed: Float[Array, "B H G T K"]) -> Float[Array, "B T J"]:
     """Returns the outputs of all heads of a token in one row."""
     batch, _, _, tokens, _ = mixed.shape
     return jnp.moveaxis(mixed, 3, 1).reshape(batch, tokens, -1)
+
+
+def attend_split(
+    heads: tuple[Float[Array, "B H G T K"], KV],
+    cache: Cache,
+    layer: int,
+    past: KV | None,
+    mask: Array,
+    paths: Array | None,
+    scale: float,
+    first_seen: Array | None,
+    execution: Execution,
+) -> tuple[Float[Array, "B T J"], KV]:
+    """Computes `jaxspec.models.layer_calls.LayerCalls.attend` for heads that are rotated."""
+    queries, new = heads
+    seen = new if past is None else KV(*(jnp.concatenate(pair, 2) for pair in zip(past, new)))
+    mixed = attend(queries, cache.stores, layer, cache.length, seen, mask, paths, scale, first_seen, execution)
+    return side_by_side(mixed), new

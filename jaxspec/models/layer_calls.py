@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.backend.layout import row_major
 from jaxspec.core.records import KV, Cache
-from jaxspec.models.attention import attend, side_by_side
+from jaxspec.models.attention import attend_split
 from jaxspec.models.config import Experts
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import ExpertParams, feed
@@ -61,22 +61,31 @@ class LayerCalls(Protocol):
         width: int,
         dtype: DTypeLike,
         norms: Sequence[Norm | None],
-    ) -> tuple[Any, KV]:
-        """Returns rotated queries, for `attend`, and keys and values; see `jaxspec.models.layers.split_heads`."""
+    ) -> Any:
+        """Returns the heads of a window, for `attend`; see `jaxspec.models.layers.split_heads`."""
         ...
 
     def attend(
         self,
-        queries: Any,
+        heads: Any,
         cache: Cache,
         layer: int,
-        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        past: KV | None,
         mask: Array,
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
-    ) -> Any:
-        """Computes attention, for `add`; see `jaxspec.models.attention.attend`."""
+    ) -> tuple[Any, KV]:
+        """Computes attention; see `jaxspec.models.attention.attend`.
+
+        Args:
+            heads: what `split_heads` returned.
+            past: keys and values `[B, H, P, K]` of earlier tokens of the window; None for none.
+            cache, layer, mask, paths, scale, first_seen: see `jaxspec.models.attention.attend`.
+
+        Returns:
+            The outputs of all heads, for `add`, and the keys and values of the window `[B, H, T, K]`.
+        """
         ...
 
     def gate(self, read: Any, layer: Linear, activation: str) -> Any:
@@ -176,18 +185,16 @@ class FusedCalls:
 
     def attend(
         self,
-        queries: Float[Array, "B H G T K"],
+        heads: tuple[Float[Array, "B H G T K"], KV],
         cache: Cache,
         layer: int,
-        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        past: KV | None,
         mask: Array,
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
-    ) -> Float[Array, "B T J"]:
-        return side_by_side(
-            attend(queries, cache.stores, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
-        )
+    ) -> tuple[Float[Array, "B T J"], KV]:
+        return attend_split(heads, cache, layer, past, mask, paths, scale, first_seen, self.execution)
 
     def gate(self, read: FusedInput, layer: Linear, activation: str) -> FusedRows:
         both = matmul(read.x, layer.weight, fused=Fused(read.norm, layer.bias))

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 from jaxspec.backend.layout import LANES
 from jaxspec.core.records import KV, Cache
 from jaxspec.errors import InvalidConfig
+from jaxspec.models import attention_pieces, shared_layers
 from jaxspec.models import products_pallas as products
-from jaxspec.models import shared_layers
-from jaxspec.models.attention_pallas import attend_rows, window_slots
+from jaxspec.models.attention_pieces import ProjectedHeads
 from jaxspec.models.config import Experts, ModelConfig
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import NO_EXPERTS, ExpertParams
@@ -63,10 +63,6 @@ def check_sizes(config: ModelConfig, platform: str = "gpu", shards: int = 1) -> 
             raise InvalidConfig(
                 f"products='pallas' needs a multiple of {multiple} for {name}{where}, got {size}; use 'xla'"
             )
-    if on_tpu:
-        return
-    for rope in filter(None, (config.rope, config.window_rope)):
-        products.check_rotation((config.head_dim if rope.width is None else rope.width) // 2)
 
 
 class PallasInput(NamedTuple):
@@ -80,19 +76,19 @@ class PallasInput(NamedTuple):
 
 
 class PallasHeads(NamedTuple):
-    """The heads of a window, as attention reads them; see `jaxspec.models.attention_pallas.attend_rows`.
+    """The heads of a window, which attention norms and rotates.
 
     Attributes:
-        rows: the padded queries.
-        window: the padded keys and values.
-        new: the keys and values without the padding.
-        groups: the number of queries for each key.
+        projected: the rows of the projection, and what rotates them.
+        shared: the number of key/value heads of a device.
+        dtype: the dtype of rotated heads.
+        epsilon: the epsilon of the norms of heads.
     """
 
-    rows: Float[Array, "B H Q K"]
-    window: KV
-    new: KV
-    groups: int
+    projected: ProjectedHeads
+    shared: int
+    dtype: DTypeLike
+    epsilon: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,33 +119,28 @@ class PallasCalls:
         width: int,
         dtype: DTypeLike,
         norms: Sequence[Norm | None],
-    ) -> tuple[PallasHeads, KV]:
-        scales = [None if norm is None else norm.scale for norm in norms]
+    ) -> PallasHeads:
+        query, key = (None if norm is None else norm.scale for norm in norms)
         epsilon = max((norm.epsilon for norm in norms if norm is not None), default=0.0)
-        shared //= self.execution.shards
-        queries, *window = products.split_heads(projected, rotation, shared, width, dtype, scales, epsilon)
-        tokens = rotation[0].shape[2]
-        new = KV(*(part[:, :, :tokens] for part in window))
-        return PallasHeads(queries, KV(*window), new, projected.shape[1] // width // shared - 2), new
+        heads = ProjectedHeads(projected, rotation, (query, key))
+        return PallasHeads(heads, shared // self.execution.shards, dtype, epsilon)
 
     def attend(
         self,
-        queries: PallasHeads,
+        heads: PallasHeads,
         cache: Cache,
         layer: int,
-        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        past: KV | None,
         mask: Array,
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
-    ) -> Float[Array, "M J"]:
-        batch, tokens, count = mask.shape
-        more = ((0, 0), (0, 0), (0, window_slots(count) - count), (0, 0))
-        window = queries.window if seen is queries.new else KV(*(jnp.pad(part, more) for part in seen))
-        number, rows = jnp.full(1, layer, jnp.int32), padded_rows(batch * tokens)
-        return attend_rows(
-            queries.rows, cache.stores, number, cache.length, window, mask, scale, first_seen, queries.groups, rows
-        )
+    ) -> tuple[Float[Array, "M J"], KV]:
+        number, rows = jnp.full(1, layer, jnp.int32), padded_rows(mask.shape[0] * mask.shape[1])
+        return attention_pieces.attend_rows(
+            heads.projected, cache.stores, number, cache.length, past, mask, scale, first_seen,
+            heads.shared, heads.dtype, rows, heads.epsilon, piece=attention_pieces.PIECE_SLOTS,
+        )  # fmt: skip
 
     def gate(self, read: PallasInput, layer: Linear, activation: str) -> Float[Array, "M F"]:
         assert read.prepared is not None, "an MLP without a norm in front"

@@ -15,7 +15,7 @@ from jaxspec.core.records import KV, Cache
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import products_tpu as products
 from jaxspec.models import shared_layers
-from jaxspec.models.attention import attend, side_by_side
+from jaxspec.models.attention import attend_split
 from jaxspec.models.config import Experts
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import NO_EXPERTS, ExpertParams
@@ -69,18 +69,16 @@ class TpuCalls:
 
     def attend(
         self,
-        queries: Float[Array, "B H G T K"],
+        heads: tuple[Float[Array, "B H G T K"], KV],
         cache: Cache,
         layer: int,
-        seen: tuple[Float[Array, "B H W K"], Float[Array, "B H W K"]],
+        past: KV | None,
         mask: Array,
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
-    ) -> Float[Array, "B T J"]:
-        return side_by_side(
-            attend(queries, cache.stores, layer, cache.length, seen, mask, paths, scale, first_seen, self.execution)
-        )
+    ) -> tuple[Float[Array, "B T J"], KV]:
+        return attend_split(heads, cache, layer, past, mask, paths, scale, first_seen, self.execution)
 
     def gate(self, read: TpuInput, layer: Linear, activation: str) -> Float[Array, "M F"]:
         return products.multiply_gated(read.x, layer.weight, activation, read.norm, bias=layer.bias)

@@ -29,7 +29,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float
 
 from jaxspec.errors import InvalidConfig
-from jaxspec.models.attention_pallas import query_rows, window_slots
 from jaxspec.models.packed import Matrix
 from jaxspec.models.quantized import Quantized
 
@@ -361,93 +360,6 @@ def normalize(
     )(x, scale.astype(jnp.float32))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "shared",
-        "width",
-        "dtype",
-        "epsilon",
-        "interpret",
-    ),
-)
-def split_heads(
-    projected: Float[Array, "M J"],
-    rotation: tuple[Float[Array, "B 1 T R"], Float[Array, "B 1 T R"]],
-    shared: int,
-    width: int,
-    dtype: DTypeLike,
-    norms: Sequence[Float[Array, "K"] | None] = (None, None),
-    epsilon: float = 0.0,
-    *,
-    interpret: bool = False,
-) -> tuple[Float[Array, "B H Q K"], Float[Array, "B H W K"], Float[Array, "B H W K"]]:
-    """Returns queries and keys, normed and rotated, and values, as `jaxspec.models.attention_pallas.attend_rows` reads.
-
-    The query of token t in group g is row g T + t. Rows after these G T rows, and tokens after the first T, are
-    undefined.
-
-    Args:
-        projected: G queries for each of H keys, then keys, then values; J is (G + 2) H K. The first B T rows are read.
-        rotation: cosines and sines of the angles of the first 2 R values of a head.
-        shared: H, the number of key heads.
-        width: K, the width of a head.
-        dtype: the dtype of the results.
-        norms: scales of RMSNorm of queries and keys, before they are rotated; None for no norm.
-        epsilon: the epsilon of these norms.
-        interpret: see `multiply`.
-
-    Raises:
-        InvalidConfig: the number of rotated values of a head is not a power of two.
-    """
-    batch, _, tokens, half = rotation[0].shape
-    check_rotation(half)
-    groups = projected.shape[1] // width // shared - 2
-
-    def kernel(queries_ref: Any, keys_ref: Any, values_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
-        *scale_refs, queries_out, keys_out, values_out = refs
-        scales = [None if norm is None else scale_refs.pop(0) for norm in norms]
-        turn, token = (cos_ref[...], sin_ref[...]), pl.program_id(0) % tokens
-        for group in range(groups):
-            for at, value in _rotated(queries_ref, group * width, width, turn, scales[0], epsilon):
-                queries_out[group * tokens + token, at] = value.astype(dtype)
-        for at, value in _rotated(keys_ref, 0, width, turn, scales[1], epsilon):
-            keys_out[token, at] = value.astype(dtype)
-        for at in _powers_of_two(width):
-            values_out[token, at] = values_ref[at].astype(dtype)
-
-    def head(first: int, count: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, count * width), lambda row, h: (row, first // count + h))
-
-    turn = pl.BlockSpec((None, half), lambda row, h: (row, 0))
-    vector = pl.BlockSpec((width,), lambda row, h: (0,))
-    scales = [norm.astype(jnp.float32) for norm in norms if norm is not None]
-    sizes = [query_rows(groups * tokens), window_slots(tokens), window_slots(tokens)]
-    return pl.pallas_call(
-        kernel,
-        grid=(batch * tokens, shared),
-        in_specs=[
-            head(0, groups),
-            head(shared * groups, 1),
-            head(shared * (groups + 1), 1),
-            turn,
-            turn,
-            *[vector] * len(scales),
-        ],
-        out_specs=[pl.BlockSpec((None, None, size, width), lambda row, h: (row // tokens, h, 0, 0)) for size in sizes],
-        out_shape=[jax.ShapeDtypeStruct((batch, shared, size, width), dtype) for size in sizes],
-        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
-        name="split_heads",
-    )(*[projected] * 3, *(part.reshape(batch * tokens, half) for part in rotation), *scales)
-
-
-def check_rotation(half: int) -> None:
-    """Raises InvalidConfig if there is no kernel that rotates twice this number of values of a head."""
-    if half & (half - 1):
-        raise InvalidConfig(f"products='pallas' rotates a power of two of values of a head, got {2 * half}; use 'xla'")
-
-
 class _Product:
     """A product of rows and weights, before what is done to its sums; see `multiply` and its siblings."""
 
@@ -598,7 +510,7 @@ def stored_values(weight: Array | Matrix) -> tuple[Array, Array | None]:
 def _write_prepared(x: Array, scale_ref: Any, rows_ref: Any, squares_ref: Any, at: Any) -> None:
     """Writes one tile of rows as a `PreparedRows`."""
     rows_ref[at, :] = (x * scale_ref[...][None, :]).astype(jnp.bfloat16)
-    squares_ref[at] = _add_columns(x * x)
+    squares_ref[at] = add_columns(x * x)
 
 
 def _prepared_shapes(rows: int, width: int, tile: int) -> list[jax.ShapeDtypeStruct]:
@@ -608,28 +520,13 @@ def _prepared_shapes(rows: int, width: int, tile: int) -> list[jax.ShapeDtypeStr
     ]
 
 
-def _rotated(
-    heads_ref: Any, start: int, width: int, turn: tuple[Array, Array], norm_ref: Any, epsilon: float
-) -> list[tuple[slice, Array]]:
-    """Returns the parts of the head that begins at `start`, normed and rotated, with their places in the head."""
-    cos, sin = turn
-    half = cos.shape[0]
-    parts = [slice(0, half), slice(half, 2 * half), *_powers_of_two(width, 2 * half)]
-    values = [heads_ref[start + at.start : start + at.stop] for at in parts]
-    if norm_ref is not None:
-        factor = lax.rsqrt(sum(map(_squares, values)) / width + epsilon)
-        values = [value * factor * norm_ref[at] for value, at in zip(values, parts)]
-    low, high, *others = values
-    return list(zip(parts, (low * cos - high * sin, high * cos + low * sin, *others)))
-
-
 def _dot(a: Array, b: Array, transposed: bool) -> Array:
     # An explicit precision, because JAX's default may be set to another one, with other instructions.
     dimensions = ((1,), (1 if transposed else 0,)), ((), ())
     return lax.dot_general(a, b, dimensions, lax.Precision.DEFAULT, jnp.float32)
 
 
-def _add_columns(values: Float[Array, "R C"]) -> Float[Array, "R"]:
+def add_columns(values: Float[Array, "R C"]) -> Float[Array, "R"]:
     """Adds the halves of the columns repeatedly; the order of a reduction of Triton depends on the kernel around it."""
     while (size := values.shape[1]) > 1:
         low, high = lax.split(values, (size // 2,) * 2, 1)

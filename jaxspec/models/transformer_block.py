@@ -131,11 +131,11 @@ class TransformerBlock(nnx.Module):
     ) -> tuple[Any, KV]:
         """Returns the outputs of all heads, for `LayerCalls.add`, and this layer's keys and values `[B, H, T, K]`."""
         c, dtype, place = self.config, caches.value_dtype(cache.stores.keys.dtype), self.config.place(layer)
-        queries, new, gate = self._split(calls, read, rotation, dtype)
-        seen = new if past is None else KV(*(jnp.concatenate([a[place], b], 2) for a, b in zip(past, new)))
+        heads, gate = self._split(calls, read, rotation, dtype)
+        before = None if past is None else KV(past.keys[place], past.values[place])
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed = calls.attend(queries, cache, place, seen, mask, window.paths, scale, first_seen)
+        mixed, new = calls.attend(heads, cache, place, before, mask, window.paths, scale, first_seen)
         return mixed if gate is None else _gated(mixed, gate), new
 
     def _mix_recurrently(
@@ -155,13 +155,13 @@ class TransformerBlock(nnx.Module):
 
     def _split(
         self, calls: LayerCalls, read: Any, rotation: tuple[Array, Array], dtype: DTypeLike
-    ) -> tuple[Any, KV, Float[Array, "B T J"] | None]:
-        """Returns queries, keys and values, and the projection of the gate."""
+    ) -> tuple[Any, Float[Array, "B T J"] | None]:
+        """Returns the heads, for `LayerCalls.attend`, and the projection of the gate."""
         c, norms, gate = self.config, (self.norm_of(self.q_norm), self.norm_of(self.k_norm)), None
         projected = calls.project(read, Linear.of(self.qkv, self.qkv_bias))
         if c.out_gate:
             projected, gate = _split_gate(projected, c, self.execution.shards)
-        return *calls.split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms), gate
+        return calls.split_heads(projected, rotation, c.num_kv_heads, c.head_dim, dtype, norms), gate
 
     def norm_of(self, scale: nnx.Param | None) -> Norm | None:
         """Returns the RMSNorm with this scale; None without a scale."""
@@ -178,7 +178,8 @@ class TransformerBlock(nnx.Module):
         self, read: Float[Array, "B T I"], rotation: tuple[Array, Array], dtype: DTypeLike
     ) -> tuple[Float[Array, "B H G T K"], KV, Float[Array, "B T J"] | None]:
         """Returns an input's rotated queries, its keys and values, and the gate for `join`, if there is one."""
-        return self._split(self._fused, FusedInput(read, None), rotation, dtype)
+        (queries, new), gate = self._split(self._fused, FusedInput(read, None), rotation, dtype)
+        return queries, new, gate
 
     def attention(
         self,

@@ -24,7 +24,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxspec.bench.measurements import add_record, write_record
-from jaxspec.core.records import Window
+from jaxspec.core.records import KV, Window
+from jaxspec.models import attention_pieces
 from jaxspec.models import products_pallas as products
 from jaxspec.models.products_pallas import PreparedRows
 from jaxspec.models.quantized import Quantized
@@ -32,6 +33,8 @@ from scripts.library import hlo, loops, thunks
 from scripts.prove import gpu
 
 HIDDEN, UNITS, HEADS, WIDTH, VOCAB = 4096, 14336, 8, 128, 128256
+CAPACITY = 32768
+"""The number of slots of the cache that attention reads."""
 QKV = 6144
 INSTRUCTION = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 INSTRUCTION_INPUTS = 16
@@ -121,6 +124,49 @@ def calls(chip: str, rows: int) -> dict[str, Call]:
 def look_at_call(chip: str, name: str, rows: int) -> dict[str, Any]:
     """Compiles a call, and returns its line of the table."""
     call = calls(chip, rows)[name]
+    row, chains = _compile(call, {"chip": chip, "call": name, "rows": rows}, 1)
+    if set(chains.lengths) != {call.inputs // INSTRUCTION_INPUTS}:
+        lengths = sorted(set(chains.lengths))
+        row["wrong"].append(f"chains of {lengths} products for {call.inputs} inputs of an iteration")
+    return row
+
+
+def look_at_attention(chip: str, rows: int) -> dict[str, Any]:
+    """Compiles attention of a window of so many tokens to a text, and returns its line of the table.
+
+    XLA computes two tables for it, which the layers of a network share.
+    """
+    place = SingleDeviceSharding(gpu.devices(chip, False)[0])
+
+    def array(dtype: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def attend(rows: Any, rotation: Any, cache: Any, length: Any, mask: Any, layer: Any) -> Any:
+        heads = attention_pieces.ProjectedHeads(rows, rotation)
+        count = products.padded_rows(mask.shape[1])
+        return attention_pieces.attend_rows(
+            heads, cache, layer, length, None, mask, WIDTH**-0.5, None, HEADS, "bfloat16", count
+        )
+
+    turn, slots = array("float32", 1, 1, rows, WIDTH // 2), array("uint16", 1, 1, HEADS, CAPACITY, WIDTH)
+    arguments = (
+        array("float32", products.padded_rows(rows), QKV), (turn, turn), KV(slots, slots), array("int32", 1),
+        array("bool", 1, rows, rows), array("int32", 1),
+    )  # fmt: skip
+    row, chains = _compile(Call(attend, arguments, 0), {"chip": chip, "call": "attention", "rows": rows}, 4)
+    # Products with keys, and with values that may not be finite, have the width of a head; those with weights a block.
+    lengths = {
+        WIDTH // INSTRUCTION_INPUTS,
+        2 * WIDTH // INSTRUCTION_INPUTS,
+        attention_pieces.BLOCK // INSTRUCTION_INPUTS,
+    }
+    if not set(chains.lengths) <= lengths:
+        row["wrong"].append(f"chains of {sorted(set(chains.lengths))} products")
+    return row
+
+
+def _compile(call: Call, row: dict[str, Any], most: int) -> tuple[dict[str, Any], Chains]:
+    """Compiles a call of at most so many launches; returns its line of the table, and its chains of products."""
     with tempfile.TemporaryDirectory() as folder:
         done = jax.jit(call.function).lower(*call.arguments).compile({"xla_dump_to": folder})
         ptx = [path for path in pathlib.Path(folder).glob("*.ptx") if ".version" in path.read_text()]
@@ -129,21 +175,18 @@ def look_at_call(chip: str, name: str, rows: int) -> dict[str, Any]:
         chains = read_chains("".join(path.read_text() for path in ptx))
     memory = done.memory_analysis()
     assert memory is not None
-    row = {
-        "chip": chip, "call": name, "rows": rows, "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
+    row |= {
+        "registers": max(map(int, re.findall(r"Used (\d+) registers", report))),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", report))),
         "chains": len(chains.lengths), "temporary_bytes": memory.temp_size_in_bytes, "wrong": [],
     }  # fmt: skip
     if chains.instructions != {INSTRUCTION}:
         row["wrong"].append(f"instructions {sorted(chains.instructions)}")
-    if set(chains.lengths) != {call.inputs // INSTRUCTION_INPUTS}:
-        lengths = sorted(set(chains.lengths))
-        row["wrong"].append(f"chains of {lengths} products for {call.inputs} inputs of an iteration")
     if row["spilled_bytes"]:
         row["wrong"].append(f"{row['spilled_bytes']} bytes of registers are spilled")
-    if (count := launches(listing)) > 1:
+    if (count := launches(listing)) > most:
         row["wrong"].append(f"{count} launches")
-    return row
+    return row, chains
 
 
 def assemble(ptx: pathlib.Path) -> str:
@@ -241,7 +284,8 @@ def main() -> int:
     for chip in arguments.chips.split(","):
         for rows in map(int, arguments.rows.split(",")):
             looks = [lambda name=name: look_at_call(chip, name, rows) for name in calls(chip, rows)]  # noqa: B023
-            for look in (*looks, lambda: look_at_layers(chip, rows)):  # noqa: B023
+            attention = lambda: look_at_attention(chip, rows)  # noqa: B023, E731
+            for look in (*looks, attention, lambda: look_at_layers(chip, rows)):  # noqa: B023
                 lines.append(look())
                 print(shown(lines[-1]), flush=True)
         lines.append(look_at_round(chip))

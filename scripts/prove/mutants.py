@@ -489,7 +489,7 @@ MUTANTS = (
     Mutant(
         "pallas-mask-off-by-one",
         "attention in Pallas reads one slot past the text",
-        "models/attention_pallas.py",
+        "models/softmax_sums.py",
         "return part & (slots >= first) & (slots < length)",
         "return part & (slots >= first) & (slots <= length)",
         ("tests/models/test_attention_pallas.py::test_values_are_those_of_xla[0]",),
@@ -497,11 +497,31 @@ MUTANTS = (
     Mutant(
         "pallas-sums-by-what-is-cached",
         "attention in Pallas parts a text where the window begins, so its bits depend on what is cached",
-        "models/attention_pallas.py",
+        "models/softmax_sums.py",
         "near = jnp.maximum(position // GROUP_TOKENS - 1, 0) * GROUP_TOKENS",
         "near = jnp.maximum(length[:, None] // GROUP_TOKENS - 1, 0) * GROUP_TOKENS + 0 * position",
         (
             "tests/models/test_attention_pallas.py::test_bits_depend_neither_on_the_width_nor_on_what_is_cached[gpu-float32]",
+        ),
+    ),
+    Mutant(
+        "pieces-by-rows",
+        "pieces of a text are larger where a window has more tokens",
+        "models/attention_pieces.py",
+        "sizes = _Sizes(batch, tokens, heads, groups, width, before, slots, piece)",
+        "sizes = _Sizes(batch, tokens, heads, groups, width, before, slots, piece if tokens < 16 else 2 * piece)",
+        (
+            "tests/models/test_attention_pieces.py::test_bits_of_a_query_depend_neither_on_the_number_of_rows_nor_on_the_capacity[254]",
+        ),
+    ),
+    Mutant(
+        "pieces-of-a-fixed-number",
+        "a cache is read in four pieces, so the order of sums depends on its capacity (FlashDecoding's number of splits)",
+        "models/attention_pieces.py",
+        "sizes = _Sizes(batch, tokens, heads, groups, width, before, slots, piece)",
+        "sizes = _Sizes(batch, tokens, heads, groups, width, before, slots, max(piece, slots // 4 // BLOCK * BLOCK))",
+        (
+            "tests/models/test_attention_pieces.py::test_bits_of_a_query_depend_neither_on_the_number_of_rows_nor_on_the_capacity[254]",
         ),
     ),
     Mutant(

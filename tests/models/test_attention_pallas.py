@@ -16,14 +16,15 @@ from helpers.toys import decoder, generate, lively, request, texts
 from helpers.toys import transformer as toy
 from jaxspec.core.cache import storage_dtype
 from jaxspec.core.records import KV
+from jaxspec.core.sizes import BLOCK_SLOTS
 from jaxspec.core.topology import chain, dynamic
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
 from jaxspec.errors import InvalidConfig
-from jaxspec.models import attention_pallas
+from jaxspec.models import attention_pallas, attention_pieces
 from jaxspec.models.attention import attend
-from jaxspec.models.attention_pallas import GROUP_TOKENS, SLOTS_PER_PRODUCT, attend_pallas
+from jaxspec.models.attention_pallas import GROUP_TOKENS, attend_pallas
 from jaxspec.models.sharding import check_attention
 
 PLATFORMS = ("tpu", "gpu")
@@ -171,7 +172,7 @@ def test_bits_depend_neither_on_the_width_nor_on_what_is_cached(platform, dtype)
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_only_blocks_of_the_text_are_read(platform):
     """Not a number is what lies before a sliding window's first block, and after the text's last one."""
-    size = max(SLOTS_PER_PRODUCT[platform], GROUP_TOKENS)
+    size = {"tpu": BLOCK_SLOTS, "gpu": attention_pieces.BLOCK}[platform]
     shape = Shape(2, 1, 2, 5, 0, 64, 1024, True)
     for seed in range(4):
         queries, prefix, length, window, mask, _ = arguments(np.random.default_rng(seed), shape)

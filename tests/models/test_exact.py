@@ -98,8 +98,6 @@ def test_a_tpu_uses_attention_and_products_in_pallas(dtype):
         ({"vocab_size": 50257}, "a multiple of 16 for vocab_size, got 50257; use 'xla'"),
         ({"hidden_size": 100}, "a multiple of 16 for hidden_size, got 100; use 'xla'"),
         ({"intermediate_size": 90}, "a multiple of 16 for intermediate_size, got 90; use 'xla'"),
-        ({"rope": Rope(width=24)}, "rotates a power of two of values of a head, got 24; use 'xla'"),
-        ({"window": 8, "window_rope": Rope(width=12)}, "rotates a power of two of values of a head, got 12; use 'xla'"),
     ],
 )
 def test_sizes_without_a_pallas_kernel_leave_the_products_to_xla(changes, message):

@@ -26,6 +26,7 @@ from jaxspec.core.topology import branching, chain, dynamic
 from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.eagle_config import EagleConfig
 from jaxspec.heads.network import init_params
+from jaxspec.models import attention_pieces
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.exact import find_gap
 from jaxspec.models.execution import Execution
@@ -118,6 +119,26 @@ for number, drafter in enumerate(registry.DRAFTERS):
 @pytest.mark.parametrize(("kind", "name", "tree"), with_slow([*USUAL, *EVERY], set(EVERY)))
 def test_drafts_and_other_rows_change_no_bit(kind, name, tree):
     assert generate(kind, **drafting(name, tree, kind)) == plain(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name", "tree"), [("int8", "prompt-lookup", "chain"), ("bfloat16", "model", "dynamic")]
+)
+def test_texts_of_several_pieces_have_the_bits_of_plain_decoding(kind, name, tree, monkeypatch):
+    """The capacity is one of this test alone, so that nothing traced with other pieces is used again."""
+    monkeypatch.setattr(attention_pieces, "PIECE_SLOTS", 64)
+    prompts = [[*range(1, 47)] * 5, [7, 8, 9] * 70, [5, 6, 7, 5, 6]]
+
+    def decode(rows: Sequence[int], **more: Any) -> list[Text]:
+        out = jaxspec.generate(
+            model(kind), [prompts[row] for row in rows], key=keys(rows), sampling=sampling(rows),
+            max_new_tokens=NEW, logprobs=2, capacity=768, verbose=False, **more,
+        )  # fmt: skip
+        return [text_of(row) for row in out]
+
+    alone = [decode([row], drafter="none")[0] for row in range(3)]
+    assert decode(range(3), **drafting(name, tree, kind)) == alone
 
 
 def other_heads(name: str) -> tuple[str, jaxspec.DraftHeads]:

@@ -178,8 +178,8 @@ def test_nothing_between_embedding_and_logits_sums_but_the_kernels(platform):
 
     found = list(equations(jax.make_jaxpr(run)(params, cache).jaxpr))
     kernels = [equation.params["name"] for equation in found if equation.primitive.name == "pallas_call"]
-    heads = "split_heads" if platform == "gpu" else "rotate_heads"
-    layer = ["multiply", heads, "attend", "multiply_add", "multiply_gated", "multiply_add"]
+    attention = ["attend_pieces", "join_pieces"] if platform == "gpu" else ["rotate_heads", "attend"]
+    layer = ["multiply", *attention, "multiply_add", "multiply_gated", "multiply_add"]
     assert kernels == [*(["prepare"] if platform == "gpu" else []), *layer * 2, "normalize", "multiply"]
     sums = ("dot_general", "reduce_sum", "reduce_max", "cumsum", "conv_general_dilated", "reduce_precision", "rsqrt")
     for equation in found:
@@ -209,9 +209,9 @@ def test_devices_that_share_layers_exchange_numbers_only_by_gathers(platform):
     assert keys.shape == values.shape == (2, 1, config.num_kv_heads, 5, config.head_dim)
     found = list(equations(program.jaxpr))
     kernels = [equation.params["name"] for equation in found if equation.primitive.name == "pallas_call"]
-    heads = "split_heads" if platform == "gpu" else "rotate_heads"
+    attention = ["attend_pieces", "join_pieces"] if platform == "gpu" else ["rotate_heads", "attend"]
     add = ["multiply_segments", "add_shares"]
-    layer = ["multiply", heads, "attend", *add, "multiply_gated", *add]
+    layer = ["multiply", *attention, *add, "multiply_gated", *add]
     assert kernels == [*(["prepare"] if platform == "gpu" else []), *layer * 2, "normalize", "multiply"]
     assert sum(equation.primitive.name == "all_gather" for equation in found) == 2 * 2 + 2
     others = {"psum", "psum_invariant", "psum2", "psum_scatter", "reduce_scatter", "all_to_all", "ppermute", "pmax"}

@@ -11,18 +11,16 @@ import pytest
 from helpers.products import ROW_COUNTS, exact_tiles, normal, stored
 from helpers.tiers import with_slow
 from jaxspec.errors import InvalidConfig
-from jaxspec.models import layers
 from jaxspec.models import products_pallas as products
 from jaxspec.models.packed import Packed
 from jaxspec.models.products_pallas import padded_rows, segment_count
 from jaxspec.models.quantized import Quantized
-from jaxspec.models.rope import Rope
-from jaxspec.models.rows import Norm, rms_norm
+from jaxspec.models.rows import rms_norm
 from scripts.prove import product_shapes
 
 EPSILON = 1e-5
 HIDDEN, UNITS, KEYS, GROUPS, WIDTH, VOCAB = 128, 192, 2, 2, 16, 64
-multiply, multiply_gated, multiply_add, multiply_segments, add_shares, prepare, normalize, split_heads = (
+multiply, multiply_gated, multiply_add, multiply_segments, add_shares, prepare, normalize = (
     functools.partial(getattr(products, name), interpret=True)
     for name in (
         "multiply",
@@ -32,7 +30,6 @@ multiply, multiply_gated, multiply_add, multiply_segments, add_shares, prepare, 
         "add_shares",
         "prepare",
         "normalize",
-        "split_heads",
     )
 )
 
@@ -47,7 +44,7 @@ def parameters(kind: str):
         "down": (UNITS, HIDDEN),
     }
     weights = {name: stored(normal(rng, *shape, scale=shape[0] ** -0.5), kind) for name, shape in shapes.items()}
-    scales = {name: 1 + normal(rng, size, scale=0.1) for name, size in (("a", HIDDEN), ("b", HIDDEN), ("k", WIDTH))}
+    scales = {name: 1 + normal(rng, size, scale=0.1) for name, size in (("a", HIDDEN), ("b", HIDDEN))}
     return weights | scales | {"table": stored(normal(rng, VOCAB, HIDDEN), kind, True)}
 
 
@@ -57,44 +54,36 @@ def layer(kind: str):
     p = parameters(kind)
 
     @jax.jit
-    def run(x, mixed, rotation):
+    def run(x, mixed):
         rows = prepare(x, p["a"])
         projected = multiply(rows, p["qkv"], epsilon=EPSILON)
-        heads = split_heads(projected, rotation, KEYS, WIDTH, "bfloat16", (p["k"], p["k"]), EPSILON)
         middle, rows = multiply_add(mixed, p["out"], x, p["b"])
         gated = multiply_gated(rows, p["gate_up"], "silu", epsilon=EPSILON)
         last, _ = multiply_add(gated, p["down"], middle)
         features = normalize(last, p["a"], EPSILON)
         logits = multiply(features, p["table"], transposed=True)
-        queries, *window = (head[0].astype(jnp.float32) for head in heads)  # [KEYS, rows, WIDTH]
-        queries = queries[:, : GROUPS * len(x)].reshape(KEYS, GROUPS, len(x), WIDTH)
-        tokens = [
-            jnp.moveaxis(head, -2, 0).reshape(len(x), -1) for head in (queries, *(part[:, : len(x)] for part in window))
-        ]
-        return jnp.concatenate([projected, *tokens, middle, last, features, logits], axis=1)
+        return jnp.concatenate([projected, middle, last, features, logits], axis=1)
 
     return run
 
 
-def run_layer(kind: str, x, mixed, positions) -> np.ndarray:
+def run_layer(kind: str, x, mixed) -> np.ndarray:
     """The results of all calls for these rows, side by side."""
     count, rows = len(x), padded_rows(len(x))
     x, mixed = (jnp.pad(part, ((0, rows - count), (0, 0))) for part in (x, mixed))
-    positions = jnp.pad(positions, (0, rows - count))[None]
-    return np.asarray(layer(kind)(x, mixed, layers.rotation(positions, Rope(), WIDTH)))[:count]
+    return np.asarray(layer(kind)(x, mixed))[:count]
 
 
 @pytest.mark.parametrize("kind", with_slow(["bfloat16", "int8"], ("int8",)))
 def test_bits_of_a_row_depend_neither_on_the_number_of_rows_nor_on_its_place(kind):
     rng = np.random.default_rng(1)
     x, mixed = normal(rng, 128, HIDDEN), normal(rng, 128, GROUPS * KEYS * WIDTH)
-    positions = jnp.arange(128)
-    together = run_layer(kind, x, mixed, positions)
+    together = run_layer(kind, x, mixed)
     assert np.isfinite(together).all()
     for count in ROW_COUNTS:
         first, last = slice(0, count), slice(128 - count, 128)
         for rows in (first, last):
-            alone = run_layer(kind, x[rows], mixed[rows], positions[rows])
+            alone = run_layer(kind, x[rows], mixed[rows])
             np.testing.assert_array_equal(alone, together[rows], err_msg=f"{count} rows")
 
 
@@ -111,9 +100,9 @@ def test_results_without_the_padding_are_the_first_rows(count):
 
 def test_a_row_that_is_not_finite_spoils_no_other_row():
     rng = np.random.default_rng(2)
-    x, mixed, positions = normal(rng, 16, HIDDEN), normal(rng, 16, GROUPS * KEYS * WIDTH), jnp.arange(16)
-    good = run_layer("bfloat16", x, mixed, positions)
-    bad = run_layer("bfloat16", x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf), mixed, positions)
+    x, mixed = normal(rng, 16, HIDDEN), normal(rng, 16, GROUPS * KEYS * WIDTH)
+    good = run_layer("bfloat16", x, mixed)
+    bad = run_layer("bfloat16", x.at[3, 5].set(jnp.nan).at[7, 0].set(jnp.inf), mixed)
     others = [row for row in range(16) if row not in (3, 7)]
     np.testing.assert_array_equal(bad[others], good[others])
     assert np.isnan(bad[3, -VOCAB:]).all()
@@ -202,23 +191,10 @@ def check_shapes(first: int, count: int) -> None:
         assert not wrong, str(shape)
 
 
-def test_norms_and_heads_are_those_of_xla():
+def test_norms_are_those_of_xla():
     rng = np.random.default_rng(5)
     x, scale = normal(rng, 16, 112), normal(rng, 112)
     np.testing.assert_allclose(normalize(x, scale, EPSILON), rms_norm(x, scale, EPSILON), rtol=1e-5, atol=1e-6)
-    for batch, tokens, groups, rope in ((1, 5, 3, Rope()), (3, 2, 1, Rope(width=8))):
-        rows = padded_rows(batch * tokens)
-        projected = normal(rng, rows, (groups + 2) * 2 * WIDTH)
-        turns = layers.rotation(jnp.asarray(rng.integers(0, 500, (batch, tokens))), rope, WIDTH)
-        norms = normal(rng, WIDTH), None if groups == 1 else normal(rng, WIDTH)
-        got = split_heads(projected, turns, 2, WIDTH, "float32", norms, EPSILON)
-        given = projected[: batch * tokens].reshape(batch, tokens, -1)
-        as_norms = [None if norm is None else Norm(norm, EPSILON) for norm in norms]
-        queries, new = layers.split_heads(given, turns, 2, WIDTH, "float32", as_norms)
-        got = [head[:, :, :count] for head, count in zip(got, (groups * tokens, tokens, tokens))]
-        queries = queries.reshape(batch, 2, -1, WIDTH)
-        for ours, expected in zip(got, (queries, *new)):
-            np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_there_is_no_kernel_for_is_refused():
@@ -231,5 +207,3 @@ def test_what_there_is_no_kernel_for_is_refused():
         multiply(x, jnp.zeros((64, 40), jnp.bfloat16))
     with pytest.raises(InvalidConfig, match="a multiple of 16 inputs, got 40; use 'xla'"):
         multiply(x[:, :40], jnp.zeros((40, 32), jnp.bfloat16))
-    with pytest.raises(InvalidConfig, match="a power of two of values of a head, got 12; use 'xla'"):
-        split_heads(x, (jnp.zeros((1, 1, 4, 6)),) * 2, 1, 16, "bfloat16")
