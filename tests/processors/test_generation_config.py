@@ -48,8 +48,9 @@ def test_the_settings_are_read_used_said_and_can_be_turned_off(folder):
 
     def say(model, processors=(), bias=None):
         sampling = jaxspec.Sampling(0.8, processors=processors, logit_bias=bias)
-        options = {"key": jax.random.key(0), "max_new_tokens": 12, "verbose": False, "ignore_eos": True}
-        return [row.tokens for row in jaxspec.generate(model, [[6, 8, 9], [4]], sampling=sampling, **options)]
+        options = {"key": jax.random.key(0), "max_new_tokens": 12, "drafter": "none", "ignore_eos": True}
+        rows = jaxspec.generate(model, [[6, 8, 9], [4]], sampling=sampling, verbose=False, **options)
+        return [row.tokens for row in rows]
 
     bias = np.linspace(-1, 1, model.lm.vocab)
     assert say(model, bias=bias) == say(plain, SAME, bias) != say(plain, (), bias)
