@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from jaxspec.checkpoints.hf_write import export_model as export_model
     from jaxspec.checkpoints.load import load as load
     from jaxspec.checkpoints.saved import save as save
+    from jaxspec.core.automaton import ByteAutomaton as ByteAutomaton
+    from jaxspec.core.automaton import TokenAutomaton as TokenAutomaton
     from jaxspec.core.bias import LogitBias as LogitBias
     from jaxspec.core.cache import append_to_cache as append_to_cache
     from jaxspec.core.cache import empty_cache as empty_cache
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from jaxspec.generation.rollout import Rollout as Rollout
     from jaxspec.generation.rollout import log_probs as log_probs
     from jaxspec.generation.rollout import rollout as rollout
+    from jaxspec.grammar.compilation import compile_grammar as compile_grammar
     from jaxspec.heads.dflash_config import DFlashConfig as DFlashConfig
     from jaxspec.heads.eagle_config import EagleConfig as EagleConfig
     from jaxspec.heads.export import export_heads as export_heads
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from jaxspec.models.model import Model as Model
     from jaxspec.models.sharding import shard as shard
     from jaxspec.processors.budget import ThinkingBudget as ThinkingBudget
+    from jaxspec.processors.grammar import Grammar as Grammar
     from jaxspec.processors.masks import AllowedTokens as AllowedTokens
     from jaxspec.processors.masks import SuppressTokens as SuppressTokens
     from jaxspec.processors.minimum import MinNewTokens as MinNewTokens
@@ -119,6 +123,9 @@ _MODULES = {
     "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
     "jaxspec.processors.budget": ("ThinkingBudget",),
     "jaxspec.processors.masks": ("AllowedTokens", "SuppressTokens"),
+    "jaxspec.core.automaton": ("ByteAutomaton", "TokenAutomaton"),
+    "jaxspec.grammar.compilation": ("compile_grammar",),
+    "jaxspec.processors.grammar": ("Grammar",),
     "jaxspec.processors.minimum": ("MinNewTokens",),
     "jaxspec.processors.penalties": ("FrequencyPenalty", "PresencePenalty", "RepetitionPenalty"),
     "jaxspec.processors.words": ("BadWords", "NoRepeatNgram"),

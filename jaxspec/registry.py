@@ -121,6 +121,7 @@ PROCESSORS = Members(
         "allowed-tokens": "jaxspec.processors.masks:AllowedTokens",
         "suppress-tokens": "jaxspec.processors.masks:SuppressTokens",
         "thinking-budget": "jaxspec.processors.budget:ThinkingBudget",
+        "grammar": "jaxspec.processors.grammar:Grammar",
     },
 )
 

@@ -32,6 +32,7 @@ def add_options(parser: Parser) -> None:
     options.add_models(parser)
     drafting.add_drafting(parser)
     options.add_sampling(parser)
+    options.add_grammar(parser)
     options.add_ending(parser, 512)
     add = parser.add_argument_group("conversation").add_argument
     add("--system", metavar="TEXT", help="system message at the start of the chat")

@@ -35,6 +35,7 @@ def add_options(parser: Parser) -> None:
     drafting.add_drafting(parser)
     add = options.add_sampling(parser)
     add_option(add, "samples", type=whole_type(1, sizes.MAX_SAMPLES), metavar="N")
+    options.add_grammar(parser)
     options.add_ending(parser, 128)
     add = parser.add_argument_group("many prompts").add_argument
     add(

@@ -347,6 +347,31 @@ def add_sampling(parser: Parser) -> Callable:
     return add
 
 
+def add_grammar(parser: Parser) -> None:
+    """Adds the options of grammars."""
+    add = parser.add_argument_group("grammar").add_argument
+    add(
+        "--json-schema",
+        dest="grammar",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="allow only JSON texts of the JSON schema in a file",
+    )
+    add(
+        "--regex",
+        dest="grammar",
+        type=text_type("regular expression"),
+        metavar="PATTERN",
+        help="allow only texts that a regular expression matches as a whole; replaces --json-schema",
+    )
+    add(
+        "--grammar-after",
+        type=text_type("text"),
+        metavar="TEXT",
+        help="begin the grammar after the tokens of a text, such as </think>",
+    )
+
+
 def parse_processor(text: str) -> "Processor":
     """Parses NAME=VALUE as a processor of the registry and its setting, which is JSON."""
     name, _, value = text.partition("=")

@@ -5,7 +5,8 @@ it to the logits after every node of a drafted tree, each by the node's own path
 decoding with the same processors, and a rejected branch leaves no trace.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
@@ -14,6 +15,34 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.errors import InvalidConfig, shown
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """An array that all rows of a batch share, such as the table of an automaton. It has no axis of rows."""
+
+    value: Any
+
+
+def map_rows(
+    function: Callable[..., Any], settings: Any, *others: Any, shared: Callable[..., Any] | None = None
+) -> Any:
+    """Applies a function to the leaves of settings that have an axis of rows, and keeps every `Shared` array.
+
+    Args:
+        function: takes a leaf, and the leaves of `others` at the same place.
+        settings: a pytree, such as a request or processors.
+        others: pytrees of the same structure.
+        shared: is applied to every `Shared` array; None to keep them.
+    """
+
+    def change(leaf: Any, *more: Any) -> Any:
+        if not isinstance(leaf, Shared):
+            return function(leaf, *more)
+        return leaf if shared is None else Shared(shared(leaf.value))
+
+    return jax.tree.map(change, settings, *others, is_leaf=lambda leaf: isinstance(leaf, Shared))
 
 
 class Beginning(NamedTuple):
@@ -35,11 +64,11 @@ class Processor(Protocol):
     """Changes the logits after a text: an immutable pytree (`jax.tree_util.register_dataclass`) of settings.
 
     Leaves are arrays, so that another value does not compile again. Everything else is static. Sampling settings hold
-    processors (`jaxspec.Sampling(processors=...)`).
+    processors (`jaxspec.Sampling(processors=...)`). An array that all rows share is wrapped in `Shared`.
     """
 
     def rows(self, batch: int, vocab: int) -> Self:
-        """Returns the checked settings with a leading axis of `batch` rows in every leaf.
+        """Returns the checked settings with a leading axis of `batch` rows in every leaf that is not `Shared`.
 
         Raises:
             InvalidConfig, TokenOutOfRange: a setting is out of range; the message names it. Traced values are not

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from jaxspec.core.drafter import Drafter, PromptReader
 from jaxspec.core.networks import LanguageModel
-from jaxspec.core.processor import Beginning, read_text
+from jaxspec.core.processor import Beginning, map_rows, read_text
 from jaxspec.core.records import Status
 from jaxspec.core.schedule import Schedule
 from jaxspec.core.sizes import round_to_blocks
@@ -124,7 +124,7 @@ def row_axes(init: Callable[[Weights, Request], State], weights: Weights, reques
     """
 
     def shapes(batch: int) -> State:
-        rows = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), request)
+        rows = map_rows(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), request)
         return jax.eval_shape(init, weights, rows)
 
     def axis(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> int:

@@ -8,6 +8,7 @@ one node.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxspec.core.drafter import Drafter, require_drafter
 from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.networks import CompiledTarget, LanguageModel, with_taps
 from jaxspec.core.noise import RoundNoise
+from jaxspec.core.processor import Shared, map_rows
 from jaxspec.core.records import Cache, Context, Proposal, Status, Window
 from jaxspec.core.rule import Rule
 from jaxspec.core.sampling import PreparedSampling
@@ -293,6 +295,10 @@ def _call(calls: Sequence[Callable[[Cache], Outcome]], chosen: Array, cache: Cac
     return carry[1]
 
 
+def _is_shared(leaf: Any) -> bool:
+    return isinstance(leaf, Shared)
+
+
 @functools.lru_cache(maxsize=64)
 def _batched(decoder: Decoder, capacity: int):
     """Returns `generate` for a batch, with a vmap rule that calls the function itself on a larger batch.
@@ -309,7 +315,8 @@ def _batched(decoder: Decoder, capacity: int):
 
     @generate.def_vmap
     def rule(size, batched, weights, request):
-        if any(jax.tree.leaves(batched[0])):  # parameters differ between examples, so they cannot share a batch
+        of_all = [leaf.value for leaf in jax.tree.leaves(batched[1], is_leaf=_is_shared) if _is_shared(leaf)]
+        if any(jax.tree.leaves((batched[0], of_all))):  # these differ between examples, which cannot share a batch
 
             def generate_example(index):
                 arguments = jax.tree.map(
@@ -319,13 +326,13 @@ def _batched(decoder: Decoder, capacity: int):
 
             out = lax.map(generate_example, jnp.arange(size))
         else:
-            full = jax.tree.map(
+            full = map_rows(
                 lambda leaf, mapped: leaf if mapped else jnp.broadcast_to(leaf[None], (size, *leaf.shape)),
                 request,
                 batched[1],
             )
             # Sizes are written out, because -1 is ambiguous for arrays of width 0, as without stop ids.
-            flat = jax.tree.map(lambda leaf: leaf.reshape(size * leaf.shape[1], *leaf.shape[2:]), full)
+            flat = map_rows(lambda leaf: leaf.reshape(size * leaf.shape[1], *leaf.shape[2:]), full)
             out = generate(weights, flat)
             out = jax.tree.map(lambda leaf: leaf.reshape(size, len(leaf) // size, *leaf.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.core.mesh import DATA, count_groups, manual_axes, place
+from jaxspec.core.processor import map_rows
 from jaxspec.decode.state import State, Weights
 
 
@@ -59,9 +60,8 @@ class Partition:
                 return jax.tree.map(lambda _: P(), argument)
             if isinstance(argument, State):
                 return self._of_state()
-            return jax.tree.map(
-                lambda leaf: P(DATA) if jnp.ndim(leaf) and count_groups(self.mesh) > 1 else P(), argument
-            )
+            several = count_groups(self.mesh) > 1
+            return map_rows(lambda leaf: P(DATA) if jnp.ndim(leaf) and several else P(), argument, shared=lambda _: P())
 
         return tuple(map(of, arguments))
 

@@ -17,7 +17,9 @@ from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.decode.state import Request
 from jaxspec.errors import CheckpointError, EmptyPrompt, InvalidConfig, TokenOutOfRange, in_source, shown
 from jaxspec.generation.turns import RowRecord, Turn, continue_turn
+from jaxspec.grammar.compilation import compile_grammar
 from jaxspec.models.model import Model
+from jaxspec.processors.grammar import Grammar
 from jaxspec.text.messages import check_messages, check_tools, check_variables
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -255,6 +257,39 @@ def with_defaults(target: Model, sampling: Sampling) -> Sampling:
     biases = [one for one in given if isinstance(one, LogitBias)]
     others = [one for one in given if not isinstance(one, LogitBias)]
     return dataclasses.replace(sampling, processors=(*biases, *defaults, *others)) if defaults else sampling
+
+
+def with_grammar(
+    target: Model, sampling: Any, grammar: Any, after: Any, stops: jax.Array, samples: int, rows: int
+) -> Sampling:
+    """Adds the grammar of a call to the processors of the sampling settings.
+
+    Args:
+        target: the target model.
+        sampling: the sampling settings.
+        grammar: the option `grammar` of `generate`.
+        after: the option `grammar_after`.
+        stops: the stop tokens of every row, padded with -1.
+        samples: rows per prompt.
+        rows: the number of rows.
+
+    Raises:
+        InvalidConfig: the grammar is invalid, or there is no stop token to end a text with.
+    """
+    if not isinstance(sampling, Sampling):
+        raise InvalidConfig(f"sampling must be a jaxspec.Sampling, got {shown(sampling)}")
+    if grammar is None:
+        if after is not None:
+            raise InvalidConfig("grammar_after= needs a grammar; pass grammar=... with it")
+        return sampling
+    if not (np.asarray(stops) >= 0).any():
+        raise InvalidConfig("a grammar needs a stop token, which ends its texts; pass stop_ids=... or ignore_eos=False")
+    listed = list(grammar) if isinstance(grammar, (list, tuple)) else [grammar]
+    if isinstance(grammar, (list, tuple)) and len(listed) * samples != rows:
+        raise InvalidConfig(f"grammar must have one entry for each of the {rows // samples} prompts, got {len(listed)}")
+    automata = [None if one is None else compile_grammar(target, one, after=after) for one in listed]
+    of_rows = automata[0] if len(listed) == 1 else [one for one in automata for _ in range(samples)]
+    return dataclasses.replace(sampling, processors=(*sampling.processors, Grammar(of_rows)))
 
 
 def check_sampling(sampling: Any, rows: int, vocab: int) -> None:

@@ -14,6 +14,7 @@ from jaxspec.core.checks import whole
 from jaxspec.core.drafter import AnswerReader, PromptReader
 from jaxspec.core.draw import Noise
 from jaxspec.core.mesh import count_groups, replicate, to_host
+from jaxspec.core.processor import map_rows
 from jaxspec.core.sampling import Sampling
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.notice import Notice
@@ -117,7 +118,7 @@ class Job:
         names = [field.name for field in dataclasses.fields(Sampling) if field.name != "processors"]
         settings = {name: select(name) for name in names}
         processors = [one.rows(len(self.turns), self.target.lm.vocab) for one in self.sampling.processors]
-        sampling = Sampling(**settings, processors=jax.tree.map(lambda leaf: leaf[at], processors))
+        sampling = Sampling(**settings, processors=map_rows(lambda leaf: leaf[at], processors))
         request = inputs.make_request(
             [self.prompt(0)[:1] if row is None else self.prompt(row) for row in rows],
             self._keys(at),
@@ -202,10 +203,11 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
     turns = inputs.read_turns(target, prompts, options.chat, options.tools, options.template_variables, records)
     if records is None:
         turns = [turn for turn in turns for _ in range(samples)]
+    stopping = inputs.stop_array(target, options.stop_ids, options.ignore_eos, 1)
+    sampling = inputs.with_grammar(target, sampling, options.grammar, options.grammar_after, stopping, samples, count)
     inputs.check_sampling(sampling, count, target.lm.vocab)
     sampling = inputs.with_defaults(target, sampling)
     keys = inputs.row_keys(options.key, len(prompts), samples, sampling)
-    stopping = inputs.stop_array(target, options.stop_ids, options.ignore_eos, 1)
     alternatives = inputs.check_logprobs(options.logprobs)
     if alternatives is not None and alternatives > target.lm.vocab:
         raise InvalidConfig(f"logprobs={alternatives} is too many: {target.name} has only {target.lm.vocab} tokens")

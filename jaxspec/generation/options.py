@@ -37,6 +37,11 @@ class CompileOptions(DraftingOptions):
         key: JAX random key; required unless every temperature is 0. The same key gives the same text with any drafter,
             tree and batch size.
         sampling: sampling settings, for all rows or per row.
+        grammar: allows only texts of a grammar: a JSON schema (a dict, a `pathlib.Path` of a file, or a pydantic
+            model), a regular expression, or an automaton as from `jaxspec.compile_grammar`, which has more settings; or
+            a list with one for each prompt, and None for a prompt without a grammar. See docs/grammar.md.
+        grammar_after: the grammar begins after this text, such as "</think>", or after these tokens; None to begin with
+            the first new token.
         max_new_tokens: maximum number of new tokens of each row; a row is shorter only if it is stopped.
         samples: rows per prompt, each with its own random numbers.
         chat: whether to wrap text prompts in the model's chat template, as messages of the user; None to wrap them if
@@ -71,6 +76,8 @@ class CompileOptions(DraftingOptions):
     drafting: Drafting | str | os.PathLike | None = None
     key: jax.Array | None = None
     sampling: Sampling = Sampling()
+    grammar: Any = None
+    grammar_after: str | Sequence[int] | None = None
     max_new_tokens: int = 128
     samples: int = 1
     chat: bool | None = None

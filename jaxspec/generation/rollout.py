@@ -22,7 +22,7 @@ from jaxspec.core.laws import log_prob, scores, temper_logits, widened
 from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups, manual_axes
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import as_key
-from jaxspec.core.processor import Beginning, process_text, read_text
+from jaxspec.core.processor import Beginning, map_rows, process_text, read_text
 from jaxspec.core.records import Params, Window
 from jaxspec.core.sampling import Sampling, is_abstract
 from jaxspec.decode import lifecycle
@@ -164,8 +164,8 @@ def _draw(
 ) -> Rollout:
     """Draws all rows. The request has prompts `[B]`, and everything else for every row, `[B samples]`."""
 
-    def draw(weights: Weights, request: Request) -> Rollout:
-        first = Request(*request[:2], *jax.tree.map(lambda leaf: leaf[::samples], tuple(request[2:])))
+    def draw(weights: Weights, request: Request) -> tuple[Any, ...]:
+        first = Request(*request[:2], *map_rows(lambda leaf: leaf[::samples], tuple(request[2:])))
 
         def init(weights: Weights, request: Request) -> Any:
             return decoder.init(weights, request, capacity)
@@ -179,10 +179,9 @@ def _draw(
         text = jnp.where(jnp.arange(size) < state.length[:, None], state.tokens[:, :size], 0)
         within = jnp.arange(new) < (state.length - state.start)[:, None]
         logprobs = jax.tree.map(lambda leaf: _masked(_aligned(leaf, state.start, new), within), state.logprobs)
-        of_state = text, state.start, state.length, state.status, state.round, logprobs
-        return Rollout(*of_state, request.sampling, request.stop_ids)
+        return text, state.start, state.length, state.status, state.round, logprobs
 
-    return _over(mesh, draw, weights, request)
+    return Rollout(*_over(mesh, draw, weights, request), request.sampling, request.stop_ids)
 
 
 def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
@@ -210,9 +209,9 @@ def _over(mesh: Mesh | None, function: Callable, params: Any, rows: Any) -> Any:
     """Returns `function(params, rows)`; every group of devices computes its own rows."""
     if mesh is None:
         return function(params, rows)
-    by_row = P(DATA)
+    by_row = map_rows(lambda _: P(DATA), rows, shared=lambda _: P())
     mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=(P(), by_row), out_specs=by_row, axis_names=manual_axes(mesh), check_vma=False
+        function, mesh=mesh, in_specs=(P(), by_row), out_specs=P(DATA), axis_names=manual_axes(mesh), check_vma=False
     )
     return mapped(params, rows)
 

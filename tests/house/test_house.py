@@ -22,7 +22,7 @@ FLOORS = (
     {"backend"},
     {"core"},
     {"rules", "schedules", "processors", "decode", "analysis", "text", "kernels"},
-    {"models"},
+    {"models", "grammar"},
     {"checkpoints"},
     {"heads"},
     {"drafters", "testing"},

@@ -23,7 +23,11 @@ try:
 except ImportError:  # not on this platform: the parent limits the memory
     resource = None
 
-OBJECT_KINDS = {"template": ("chat_templates", "Template"), "tokenizer": ("text_tokenizers", "ConfinedTokenizer")}
+OBJECT_KINDS = {
+    "template": ("chat_templates", "Template"),
+    "tokenizer": ("text_tokenizers", "ConfinedTokenizer"),
+    "expression": ("regular_expressions", "RegularExpression"),
+}
 """Module and class of each kind of object."""
 
 HEADER, LENGTH = struct.Struct("<cQ"), struct.Struct("<Q")
