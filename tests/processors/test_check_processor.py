@@ -112,8 +112,7 @@ BROKEN = {
         "allows another token than the forced one",
     ),
     "rows see one another": (
-        broken(apply=lambda self, state, path, logits: Counting.apply(self, state, path, logits) - 0.5 * len(logits)
-               * (jnp.arange(logits.shape[2]) % 2)),
+        broken(apply=lambda self, state, path, logits: Counting.apply(self, state, path, logits) - logits.mean(0)),
         "gives a row another text beside other rows",
     ),
 }  # fmt: skip
@@ -140,5 +139,4 @@ def test_a_processor_like_those_passes():
         def apply(self, state, path, logits):
             return place(logits, last_tokens(state, path), -jnp.inf)
 
-    check_processor(Counting())
     check_processor(NoStutter())
