@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import EXPERT_MATRICES, DeltaSizes, Experts, ModelConfig, is_table
+from jaxspec.models.config import EXPERT_BIASES, EXPERT_MATRICES, DeltaSizes, Experts, ModelConfig, is_table
 from jaxspec.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -287,12 +287,14 @@ class FileParts(NamedTuple):
             single experts, otherwise one group.
         single: whether each expert has tensors of its own.
         transposed: whether matrices are `[out, in]` in the file.
+        axis: the axis along which tensors lie side by side; None for that of the rows of matrices.
     """
 
     shapes: dict[str, tuple[int, ...]]
     groups: list[list[str]]
     single: bool
     transposed: bool
+    axis: int | None = None
 
 
 def file_parts(
@@ -300,6 +302,11 @@ def file_parts(
 ) -> FileParts:
     """Returns the file's tensors that a parameter of this shape consists of; `names` as in `canonical_tensors`."""
     *layer, kind = canonical.split(".")
+    if kind in EXPERT_BIASES:
+        files, _ = file_names(names, canonical)
+        widths = shape[1:] if len(files) == 1 else config.projections(kind)
+        stored = {name: (shape[0], width) for name, width in zip(files, widths, strict=True)}
+        return FileParts(stored, [files], False, False, axis=1)
     if kind not in EXPERT_MATRICES:
         files, kind = file_names(names, canonical)
         shapes = file_shapes(config, kind, shape, len(files))
@@ -375,5 +382,7 @@ def join_arrays(arrays: list[np.ndarray], transpose: bool) -> np.ndarray:
 
 
 def _read_parts(read: Callable[[str], Any], parts: FileParts, join: Callable[[list[Any], bool], Any]) -> Any:
+    if parts.axis is not None:
+        return np.concatenate([np.asarray(read(name)) for name in parts.groups[0]], axis=parts.axis)
     joined = (join([read(name) for name in group], parts.transposed) for group in parts.groups)
     return np.stack(list(joined)) if parts.single else next(joined)

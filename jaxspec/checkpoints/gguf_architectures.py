@@ -39,6 +39,10 @@ NAMES = {
     "shared_gate_up": (BLOCK + "ffn_gate_shexp.weight", BLOCK + "ffn_up_shexp.weight"),
     "shared_down": (BLOCK + "ffn_down_shexp.weight",),
     "shared_gate": (BLOCK + "ffn_gate_inp_shexp.weight",),
+    "sinks": (BLOCK + "attn_sinks.weight",),
+    "router_bias": (BLOCK + "ffn_gate_inp.bias",),
+    "experts_gate_up_bias": (BLOCK + "ffn_gate_exps.bias", BLOCK + "ffn_up_exps.bias"),
+    "experts_down_bias": (BLOCK + "ffn_down_exps.bias",),
 }
 _JOINED_EXPERTS = {"experts_gate_up": BLOCK + "ffn_gate_up_exps.weight"}
 _JOINED = _JOINED_EXPERTS | {"qkv": BLOCK + "attn_qkv.weight", "qkv_bias": BLOCK + "attn_qkv.bias"}
@@ -74,6 +78,8 @@ class Architecture:
         grouped: whether the rows of update rates and decays are grouped by key head, and value heads have the order of
             Hugging Face files. In other files with Gated DeltaNet, value head h reads key head h mod the number of key
             heads.
+        expert_biases: whether the router and the projections of experts have biases.
+        truncates_yarn: whether YaRN rounds the borders of its ramp to whole indices. Files do not say it.
     """
 
     parts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -86,6 +92,8 @@ class Architecture:
     recurrent: bool = False
     experts: bool = False
     grouped: bool = False
+    expert_biases: bool = False
+    truncates_yarn: bool = True
 
     def all_names(self, config: ModelConfig, stored: Container[str]) -> dict[str, tuple[str, ...]]:
         """Returns the file's tensors of each kind of parameter, and of single parameters by their full names.
@@ -130,6 +138,15 @@ ARCHITECTURES = {
         names={"mlp_norm": (BLOCK + "post_attention_norm.weight",)},
         rope_theta=1e7,
         recurrent=True,
+    ),
+    "gpt-oss": Architecture(
+        parts={"sinks": True, "activation": "clamped_silu"},
+        names={"mlp_norm": (BLOCK + "post_attention_norm.weight",)},
+        full_every=2,
+        rope_theta=150000.0,
+        experts=True,
+        expert_biases=True,
+        truncates_yarn=False,
     ),
     "qwen3moe": Architecture(parts={"qk_norm": True}, experts=True),
 }

@@ -157,7 +157,7 @@ class ConfigReader:
         count, each = self._whole("expert_count"), self._whole("expert_used_count")
         own = self._whole("expert_feed_forward_length", width // each if each else 0)
         shared = self._whole("expert_shared_feed_forward_length", 0) or None
-        experts = self._checked(Experts, count, each, own, True, shared)
+        experts = self._checked(Experts, count, each, own, True, shared, self.architecture.expert_biases)
         return {"experts": experts, "intermediate_size": width or experts.active_width}
 
     def _windows(self, layers: int) -> tuple[int | None, tuple[bool, ...]]:
@@ -202,7 +202,7 @@ class ConfigReader:
                     f"{self._where}: YaRN needs positive numbers of rotations, got yarn_beta_fast {turns[0]} and "
                     f"yarn_beta_slow {turns[1]}"
                 )
-            divisors = ropes.yarn(theta, width, factor, original, *turns)
+            divisors = ropes.yarn(theta, width, factor, original, *turns, self.architecture.truncates_yarn)
             scale = ropes.yarn_scale(factor) * self._get("rope.scaling.attn_factor", 1.0)
         elif kind != "none":
             raise CheckpointError(

@@ -15,6 +15,7 @@ import numpy as np
 from jaxspec.checkpoints import base as common
 from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
+from jaxspec.checkpoints.hf_experts import open_experts
 from jaxspec.checkpoints.hf_families import FUSED_EXPERTS, Family, read_config
 from jaxspec.checkpoints.hf_wrappers import check_ties, text_names, text_settings
 from jaxspec.errors import CheckpointError
@@ -98,6 +99,7 @@ def _tensors(
     inside = [name for name in named if name.startswith(family.left_out)] if family.left_out else []
     left_out = (*left_out, *(named.pop(name) for name in inside))
     tensors = {name: tensors[name_in_file] for name, name_in_file in named.items()}
+    tensors = open_experts(tensors) if family.interleaved_experts else tensors
     folder.check_types(tensors)
 
     def read(name: str) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxspec.checkpoints.base import grouped_rows, make_config
 from jaxspec.checkpoints.hf_rope import LAYER_TYPES, RopeReader
 from jaxspec.errors import CheckpointError, InvalidConfig
-from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
+from jaxspec.models.config import GATE_LIMIT, GATE_SLOPE, DeltaSizes, Experts, ModelConfig
 from jaxspec.models.rope import MAX_WIDTH
 
 _LAYER = "model.layers.{}."
@@ -43,6 +43,10 @@ _NAMES = {
     "shared_gate_up": tuple(f"{_LAYER}mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
     "shared_down": (_LAYER + "mlp.shared_expert.down_proj.weight",),
     "shared_gate": (_LAYER + "mlp.shared_expert_gate.weight",),
+    "sinks": (_LAYER + "self_attn.sinks",),
+    "router_bias": (_LAYER + "mlp.router.bias",),
+    "experts_gate_up_bias": (_LAYER + "mlp.experts.gate_up_proj_bias",),
+    "experts_down_bias": (_LAYER + "mlp.experts.down_proj_bias",),
 }
 _EXPERT = _LAYER + "mlp.experts.{expert}."
 _SINGLE_EXPERTS = {
@@ -78,6 +82,9 @@ class Family:
         fused_experts: whether published files have one tensor for the matrices of all experts of a layer. Files of
             either form are read; exported files have this form.
         grouped: whether the projections of Gated DeltaNet are one tensor whose rows are grouped by key head.
+        rope: the rotary settings of a config.json without any; None for plain rotary positions.
+        interleaved_experts: whether the gate and up projections of experts alternate in files, as in gpt-oss, whose
+            experts may be in MXFP4; see `jaxspec.checkpoints.hf_experts`.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -91,6 +98,8 @@ class Family:
     experts: bool = False
     fused_experts: bool = False
     grouped: bool = False
+    rope: Mapping[str, Any] | None = None
+    interleaved_experts: bool = False
 
     def all_names(self, config: ModelConfig | None = None, fused: bool | None = None) -> dict[str, tuple[str, ...]]:
         """Returns the file's tensors of each kind of parameter, and of single parameters by their full names.
@@ -232,6 +241,44 @@ FAMILIES["qwen3_next"] = dataclasses.replace(
     grouped=True,
 )
 
+FAMILIES["gpt_oss"] = Family(
+    defaults={
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    parts={"sinks": True, "activation": "clamped_silu"},
+    names={"router": (_LAYER + "mlp.router.weight",)},
+    slides=lambda settings, layer: layer % 2 == 0,
+    required={
+        "hidden_act": ("silu",),
+        "attention_bias": (True,),
+        "swiglu_alpha": (GATE_SLOPE,),
+        "swiglu_limit": (GATE_LIMIT,),
+        "norm_topk_prob": (True,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
+    experts=True,
+    fused_experts=True,
+    rope={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    interleaved_experts=True,
+)
+
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
@@ -263,9 +310,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
         CheckpointError: the model type or a setting is not supported, or a value is invalid.
     """
     family = _family(where, settings)
-    entries = dict(family.defaults) | {key: _number(key, value) for key, value in settings.items() if value is not None}
-    if settings.get("sliding_window", 0) is None:
-        entries["sliding_window"] = None
+    entries = _entries(family, settings)
     for key, allowed in (_SUPPORTED_VALUES | dict(family.required)).items():
         if (got := entries.get(key, allowed[0])) not in allowed:
             expected = " or ".join(map(repr, allowed))
@@ -292,7 +337,7 @@ def read_config(where: str, settings: Mapping, context: int | None = None) -> tu
     longest = whole("max_position_embeddings", 2048)
     window, windowed = _windows(where, entries, family, layers)
     reader = RopeReader(where, entries, head_dim, longest, context)
-    experts = _experts(where, entries, layers, whole, flag) if family.experts else {}
+    experts = _experts(where, entries, layers, whole, flag, family.interleaved_experts) if family.experts else {}
     width = experts["experts"].active_width if experts else None  # files without dense layers need not name a width
     values: dict[str, Any] = {
         "vocab_size": whole("vocab_size"),
@@ -355,14 +400,22 @@ def _recurrent(where: str, entries: Mapping, layers: int, whole: Callable[[str],
         raise CheckpointError(f"{where}: {error}") from None
 
 
-DEFAULT_EXPERTS = {"qwen3_moe": 128, "qwen3_5_moe_text": 256, "qwen3_next": 512}
+DEFAULT_EXPERTS = {"qwen3_moe": 128, "qwen3_5_moe_text": 256, "qwen3_next": 512, "gpt_oss": 128}
 """The number of experts that transformers assumes if config.json does not say it."""
 
 
 def _experts(
-    where: str, entries: Mapping, layers: int, whole: Callable[..., int], flag: Callable[[str], bool]
+    where: str,
+    entries: Mapping,
+    layers: int,
+    whole: Callable[..., int],
+    flag: Callable[[str], bool],
+    biases: bool = False,
 ) -> dict[str, Any]:
-    """Returns `experts` and `sparse` of the config; `whole` and `flag` read a whole number and a boolean."""
+    """Returns `experts` and `sparse` of the config; `whole` and `flag` read a whole number and a boolean.
+
+    Experts with biases have the width that config.json names for MLPs.
+    """
     names = [name for name in ("num_experts", "num_local_experts") if name in entries]
     counts = {whole(name) for name in names} or {DEFAULT_EXPERTS[entries["model_type"]]}
     if len(counts) > 1:
@@ -374,13 +427,34 @@ def _experts(
     if not any(sparse):
         return {}
     shared = whole("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in entries else None
-    try:
-        experts = Experts(
-            counts.pop(), whole("num_experts_per_tok"), whole("moe_intermediate_size"), flag("norm_topk_prob"), shared
+    width = whole("intermediate_size" if biases else "moe_intermediate_size")
+    each = whole("num_experts_per_tok")
+    if entries.get("experts_per_token", each) != each:  # the same number by its older name
+        raise CheckpointError(
+            f"{where}: experts_per_token is {entries['experts_per_token']!r:.80}, but num_experts_per_tok is {each}"
         )
+    try:
+        experts = Experts(counts.pop(), each, width, flag("norm_topk_prob"), shared, biases)
     except InvalidConfig as error:
         raise CheckpointError(f"{where}: {error}") from None
     return {"experts": experts, "sparse": () if all(sparse) else sparse}
+
+
+def _entries(family: Family, settings: Mapping) -> dict[str, Any]:
+    """Returns the entries of a config.json with the defaults of its family."""
+    entries = dict(family.defaults) | {key: _number(key, value) for key, value in settings.items() if value is not None}
+    if settings.get("sliding_window", 0) is None:
+        entries["sliding_window"] = None
+    if family.rope is not None and not any(settings.get(key) for key in ("rope_scaling", "rope_parameters")):
+        entries["rope_scaling"] = family.rope
+    if family.interleaved_experts and _is_mxfp4(entries.get("quantization_config")):
+        del entries["quantization_config"]
+    return entries
+
+
+def _is_mxfp4(settings: Any) -> bool:
+    """Returns whether an entry `quantization_config` says that experts are in MXFP4."""
+    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"
 
 
 def _number(key: str, value: Any) -> Any:

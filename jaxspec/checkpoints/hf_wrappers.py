@@ -55,6 +55,14 @@ DEFAULT_SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
     },
+    "gpt_oss": {
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    },
     "qwen3_5_moe_text": {
         "vocab_size": 248320,
         "hidden_size": 2048,

@@ -77,6 +77,8 @@ def export_model(model: Model, directory: str | os.PathLike, like: str | os.Path
         raise CheckpointError(f"{os.fspath(like)}: has no {CONFIG_FILE}, expected a model in the Hugging Face format")
     settings = dict(text_settings(settings))
     config, family = read_config(str(source / CONFIG_FILE), settings)
+    if family.interleaved_experts:
+        raise InvalidConfig(f"{model.name} is a model of {settings['model_type']}, which cannot be exported; use save")
     if config.param_shapes() != model.lm.config.param_shapes():
         raise InvalidConfig(
             f"{model.name} and {os.fspath(like)} have different sizes; pass the model that it was trained from"

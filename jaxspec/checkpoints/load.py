@@ -36,6 +36,7 @@ from jaxspec.models import sharding
 from jaxspec.models.config import is_matrix, is_table
 from jaxspec.models.exact import resolve_exact
 from jaxspec.models.execution import ATTENTION_KINDS, Execution
+from jaxspec.models.kernels import find_kernel_gap
 from jaxspec.models.model import Model
 from jaxspec.models.packed import pack_param
 from jaxspec.models.quantized import Quantized
@@ -108,10 +109,10 @@ def load(
             "dtype 'file' needs the CPU kernels and a model on CPU devices that do not split layers "
             f"(kernels: {describe_kernels()}); choose another dtype, such as int8"
         )
-    packed = use_kernels(kernels, whole_layers)
-    execution = _execution(packed, attention, mesh)
     CONFINED.start()  # so that it imports its modules while the file is read
     checkpoint = source if isinstance(source, Checkpoint) else open_source(source, revision, report, context)
+    packed = use_kernels(kernels, whole_layers) and not _lacks_kernels(checkpoint, kernels, dtype)
+    execution = _execution(packed, attention, mesh)
     if attention == "pallas":
         from jaxspec.models import attention_pallas  # Pallas takes a third of a second to import
 
@@ -168,6 +169,16 @@ def _default_processors(
     if asked is not None and report is not None:
         report(asked)
     return processors
+
+
+def _lacks_kernels(checkpoint: Checkpoint, kernels: bool | None, dtype: str) -> bool:
+    """Returns whether the CPU kernels cannot run a network; raises InvalidConfig if the user asked for them."""
+    if (gap := find_kernel_gap(checkpoint.config)) is None:
+        return False
+    if kernels or dtype == FILE_DTYPE:
+        chosen = "dtype 'file' needs the CPU kernels" if dtype == FILE_DTYPE else "kernels=True"
+        raise InvalidConfig(f"{checkpoint.source}: {chosen}, but {gap}; leave it out")
+    return True
 
 
 def _execution(kernels: bool, attention: str, mesh: Mesh | None) -> Execution:

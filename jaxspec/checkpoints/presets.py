@@ -123,6 +123,7 @@ PRESETS: dict[str, Preset] = {
         Preset("qwen3.5-4b", "Qwen/Qwen3.5-4B", 4_205_751_296, "Apache-2.0", draft="qwen3.5-0.8b"),
         Preset("qwen3.5-9b", "Qwen/Qwen3.5-9B", 8_953_803_264, "Apache-2.0", draft="qwen3.5-0.8b"),
         Preset("qwen3.5-35b-a3b", "Qwen/Qwen3.5-35B-A3B", 34_660_610_688, "Apache-2.0", draft="qwen3.5-0.8b"),
+        Preset("gpt-oss-20b", "openai/gpt-oss-20b", 20_914_757_184, "Apache-2.0"),
         Preset("phi-3-mini-4k-instruct", "microsoft/Phi-3-mini-4k-instruct", 3_821_079_552, "MIT"),
         Preset("gemma-3-270m-it", "google/gemma-3-270m-it", 268_098_176, "Gemma"),
         Preset("gemma-3-1b-it", "google/gemma-3-1b-it", 999_885_952, "Gemma", draft="gemma-3-270m-it"),

@@ -38,7 +38,8 @@ _EARLIER_NAMES = {
 }
 """Classes that were moved to another module. Results files that were begun before the move keep their descriptions."""
 LATER_FIELDS = {
-    "jaxspec.models.config.ModelConfig": ("out_gate", "delta", "recurrent", "experts", "sparse"),
+    "jaxspec.models.config.ModelConfig": ("out_gate", "delta", "recurrent", "experts", "sparse", "sinks"),
+    "jaxspec.models.config.Experts": ("biases",),
     "jaxspec.heads.eagle_config.EagleConfig": ("pair_norms",),
     "jaxspec.schedules.best_width.BestWidth": ("experts",),
 }

@@ -14,6 +14,8 @@ from jaxspec.models import query_chunks
 from jaxspec.models.attention_once import attend_once, block_size
 from jaxspec.models.execution import Execution
 
+NO_SINKS = "attention='pallas' has no attention sinks; use 'xla'"
+
 
 def attend(
     queries: Float[Array, "B H G T K"],
@@ -26,6 +28,7 @@ def attend(
     scale: float = 1.0,
     first_seen: Int[Array, "B T"] | None = None,
     execution: Execution = Execution(),
+    sinks: Float[Array, " Hq"] | None = None,
 ) -> Float[Array, "B H G T K"]:
     """Computes softmax attention of each query to the row's cached tokens and to the window tokens that the query sees.
 
@@ -57,26 +60,30 @@ def attend(
             query sees are not read. The caller must also apply this limit to `mask`.
         execution: how to compute the attention. Kernels need a cache with slots, and they ignore `paths`. The CPU
             kernel sums in the order of positions, so that the bits do not depend on which tokens are cached.
+        sinks: for each of the H G query heads, a score that takes part in its softmax and has no value; None for no
+            sinks. There are no kernels with sinks, so XLA's operations compute them on a CPU.
 
     Returns:
         The attention outputs, in float32.
 
     Raises:
-        InvalidConfig: there is no Pallas kernel for the platform, the type or the width of heads.
+        InvalidConfig: there is no Pallas kernel for the platform, the type or the width of heads, or with sinks.
     """
     execution = execution.resolve()
+    if sinks is not None and execution.attention == "pallas":
+        raise InvalidConfig(NO_SINKS)
     assert execution.platform is not None
     if execution.attention == "pallas" and prefix.keys.shape[3]:
         from jaxspec.models.attention_pallas import attend_pallas  # a third of a second
 
         return attend_pallas(queries, prefix, layer, length, window, mask, scale, first_seen, execution.platform)
     if not prefix.keys.shape[3] and paths is None and queries.shape[3] > query_chunks.QUERIES_AT_ONCE:
-        return _without_cache(queries, prefix, length, window, mask, scale, first_seen)
+        return _without_cache(queries, prefix, length, window, mask, scale, first_seen, sinks)
     size = block_size(prefix) if execution.on_gpu and paths is None else BLOCK_SLOTS
     if size == prefix.keys.shape[3] > BLOCK_SLOTS:
-        return attend_once(queries, prefix, layer, length, window, mask, scale, first_seen)
-    if not execution.kernels or not prefix.keys.shape[3]:
-        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size)
+        return attend_once(queries, prefix, layer, length, window, mask, scale, first_seen, sinks)
+    if not execution.kernels or not prefix.keys.shape[3] or sinks is not None:
+        return _with_xla(queries, prefix, layer, length, window, mask, paths, scale, first_seen, size, sinks)
 
     def kernel(queries, prefix, length, window, mask, paths, first_seen):
         return calls.attend_with_kernel(queries, prefix, layer, length, window, mask, scale, first_seen)
@@ -123,11 +130,12 @@ def _without_cache(
     mask: Array,
     scale: float,
     first_seen: Array | None,
+    sinks: Array | None,
 ) -> Array:
     """Computes `attend` without a cache for many queries, whose scores would be a large array."""
 
     def compute(queries: Array, mask: Array, first_seen: Array | None) -> Array:
-        return _with_xla(queries, prefix, 0, length, window, mask, None, scale, first_seen, BLOCK_SLOTS)
+        return _with_xla(queries, prefix, 0, length, window, mask, None, scale, first_seen, BLOCK_SLOTS, sinks)
 
     arrays, size = (queries, mask, first_seen), query_chunks.QUERIES_AT_ONCE
     return query_chunks.attend_in_chunks(compute, size, arrays, (3, 1, 1), (0, True, 0), out=3)
@@ -144,6 +152,7 @@ def _with_xla(
     scale: float,
     first_seen: Array | None,
     size: int,
+    sinks: Array | None = None,
 ) -> Array:
     """Computes `attend` with XLA's own operations, in blocks of `size` slots."""
     batch, heads, groups, tokens, width = queries.shape
@@ -193,11 +202,8 @@ def _with_xla(
         own_score = jnp.where(real, dot("bhqk,bhqjk->bhqj", flat, keys), -jnp.inf)
 
     # The first block is read with the window: most texts are short, and every token sees itself, so no sum is empty.
-    top, first = own_score.max(-1), block(first_block) if prefix.keys.shape[3] else None
-    if first is not None:
-        top = jnp.maximum(first[0].max(-1), top)
-    near = jnp.exp(own_score - top[..., None])
-    total = near.sum(-1)
+    first = block(first_block) if prefix.keys.shape[3] else None
+    top, near, total = _begin(own_score, None if first is None else first[0], sinks)
     mixed = mix(near, values) if paths is None else dot("bhqj,bhqjk->bhqk", near.astype(values.dtype), values)
     if first is not None:  # without slots there is no loop, which would have no reverse-mode gradient
         weight = jnp.exp(first[0] - top[..., None])
@@ -206,6 +212,25 @@ def _with_xla(
             _, total, mixed = lax.fori_loop(first_block + 1, (length.max() + size - 1) // size, join, state)
     mixed = jnp.where(spoiled[..., None], jnp.nan, mixed / total[..., None])
     return mixed.reshape(batch, heads, groups, tokens, width)
+
+
+def _begin(own: Array, first: Array | None, sinks: Array | None) -> tuple[Array, Array, Array]:
+    """Returns the maximum of scores, the exponentials of the window's scores, and their sum, to which sinks add.
+
+    Args:
+        own: the scores of the window `[B, H, G T, W]`.
+        first: the scores of the first block of the cache `[B, H, G T, S]`, or None.
+        sinks: see `attend`.
+    """
+    top = own.max(-1) if first is None else jnp.maximum(first.max(-1), own.max(-1))
+    if sinks is None:
+        near = jnp.exp(own - top[..., None])
+        return top, near, near.sum(-1)
+    _, heads, queries, _ = own.shape
+    sink = jnp.repeat(sinks.reshape(heads, -1), heads * queries // sinks.size, axis=1)
+    top = jnp.maximum(top, sink)
+    near = jnp.exp(own - top[..., None])
+    return top, near, near.sum(-1) + jnp.exp(sink - top)
 
 
 def _gather_near(
@@ -262,9 +287,10 @@ def attend_split(
     scale: float,
     first_seen: Array | None,
     execution: Execution,
+    sinks: Float[Array, " Hq"] | None = None,
 ) -> tuple[Float[Array, "B T J"], KV]:
     """Computes `jaxspec.models.layer_calls.LayerCalls.attend` for heads that are rotated."""
     queries, new = heads
     seen = new if past is None else KV(*(jnp.concatenate(pair, 2) for pair in zip(past, new)))
-    mixed = attend(queries, cache.stores, layer, cache.length, seen, mask, paths, scale, first_seen, execution)
-    return side_by_side(mixed), new
+    arrays = queries, cache.stores, layer, cache.length, seen, mask, paths, scale, first_seen
+    return side_by_side(attend(*arrays, execution, sinks)), new

@@ -38,6 +38,7 @@ def attend_once(
     mask: Bool[Array, "B T W"],
     scale: float,
     first_seen: Int[Array, "B T"] | None,
+    sinks: Float[Array, " Hq"] | None = None,
 ) -> Float[Array, "B H G T K"]:
     """Computes `jaxspec.models.attention.attend`.
 
@@ -71,10 +72,12 @@ def attend_once(
         own_scores = (products + jnp.where(finite, 0.0, jnp.nan)[:, :, None]).sum(-1)
     own_scores = lax.optimization_barrier(own_scores)
     scores = jnp.where(cached, dot("bhqk,bhsk->bhqs", flat, keys), -jnp.inf)
-    weights = jax.nn.softmax(jnp.concatenate([scores, jnp.where(seen, own_scores, -jnp.inf)], -1), -1).astype(
-        values.dtype
-    )
+    parts = [scores, jnp.where(seen, own_scores, -jnp.inf)]
+    if sinks is not None:
+        sink = jnp.repeat(sinks.reshape(heads, groups), tokens, axis=1)[..., None]
+        parts.append(jnp.broadcast_to(sink, (batch, *sink.shape)))
+    weights = jax.nn.softmax(jnp.concatenate(parts, -1), -1).astype(values.dtype)
     near = jnp.where(finite, own_values, 0)[:, :, None].astype(jnp.float32)
-    near = (weights[..., slots.size :, None].astype(jnp.float32) * near).sum(3)
+    near = (weights[..., slots.size : slots.size + own_keys.shape[2], None].astype(jnp.float32) * near).sum(3)
     mixed = dot("bhqs,bhsk->bhqk", weights[..., : slots.size], values) + near
     return mixed.reshape(batch, heads, groups, tokens, width)

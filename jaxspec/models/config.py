@@ -6,10 +6,14 @@ from jaxspec.core.settings import check_fields, setting
 from jaxspec.errors import InvalidConfig
 from jaxspec.models.rope import Rope
 
-ACTIVATIONS = ("silu", "gelu_tanh")
-FLOAT32_MATRICES = ("rates", "router", "shared_gate")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+FLOAT32_MATRICES = ("rates", "router", "shared_gate", "experts_gate_up_bias", "experts_down_bias")
 """Small matrices that stay in float32 in every dtype, because they control how fast a state decays, or which experts a
-token has."""
+token has, or are the biases of experts."""
+GATE_SLOPE, GATE_LIMIT = 1.702, 7.0
+"""The numbers of the activation "clamped_silu"; see `jaxspec.models.rows.Gate`."""
+EXPERT_BIASES = ("experts_gate_up_bias", "experts_down_bias")
+"""Parameters that hold a bias for each expert, `[X, out]`."""
 EXPERT_MATRICES = ("experts_gate_up", "experts_down")
 """Parameters that hold a matrix for each expert, `[X, in, out]`."""
 
@@ -80,6 +84,7 @@ class Experts:
         normalise: whether the weights of a token's experts are scaled to the sum 1.
         shared_width: the width of a gated MLP that reads every token beside the experts, through a gate of its own;
             None if there is none.
+        biases: whether the router and the projections of the experts have biases.
     """
 
     count: int
@@ -87,6 +92,7 @@ class Experts:
     width: int
     normalise: bool = True
     shared_width: int | None = None
+    biases: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -120,7 +126,8 @@ class ModelConfig:
         windowed: for each layer, whether its attention is windowed; empty for all layers if `window` is set.
         window_rope: the rotary position embeddings of the windowed layers; None if they are the same as in the other
             layers.
-        activation: the activation of the gated MLP: "silu" (SwiGLU) or "gelu_tanh" (GeGLU).
+        activation: the activation of the gated MLP: "silu" (SwiGLU), "gelu_tanh" (GeGLU) or "clamped_silu" (SwiGLU
+            with clamped inputs, as in gpt-oss; see `jaxspec.models.rows.Gate`).
         embed_scale: the factor that is applied to the embeddings.
         query_scale: the factor that is applied to the attention scores; None for `head_dim ** -0.5`.
         qkv_bias, out_bias, mlp_bias: whether these projections have biases.
@@ -132,6 +139,8 @@ class ModelConfig:
         recurrent: for each layer, whether it has Gated DeltaNet in place of attention; empty if no layer does.
         experts: the sizes of the mixtures of experts in place of gated MLPs; None if there are none.
         sparse: for each layer, whether it has a mixture of experts; empty for all layers if `experts` is set.
+        sinks: whether each query head has a sink, a score that takes part in the softmax of attention and has no value
+            (Xiao et al. 2024, arXiv:2309.17453; learned as in gpt-oss, arXiv:2508.10925).
     """
 
     vocab_size: int
@@ -161,6 +170,7 @@ class ModelConfig:
     recurrent: tuple[bool, ...] = ()
     experts: Experts | None = None
     sparse: tuple[bool, ...] = ()
+    sinks: bool = False
 
     def __post_init__(self):
         check_fields(self)
@@ -237,8 +247,11 @@ class ModelConfig:
         shared = x.shared_width
         return {
             "router": (e, x.count),
+            "router_bias": (x.count,) if x.biases else None,
             "experts_gate_up": (x.count, e, 2 * x.width),
+            "experts_gate_up_bias": (x.count, 2 * x.width) if x.biases else None,
             "experts_down": (x.count, x.width, e),
+            "experts_down_bias": (x.count, e) if x.biases else None,
             "shared_gate_up": None if shared is None else (e, 2 * shared),
             "shared_down": None if shared is None else (shared, e),
             "shared_gate": None if shared is None else (e, 1),
@@ -253,6 +266,7 @@ class ModelConfig:
             "k_norm": (k,) if self.qk_norm else None,
             "out": (self.num_heads * k, e),
             "out_bias": (e,) if self.out_bias else None,
+            "sinks": (self.num_heads,) if self.sinks else None,
         }
 
     def _delta_shapes(self) -> dict[str, tuple[int, ...] | None]:
@@ -279,8 +293,8 @@ class ModelConfig:
             queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
             return queries * (1 + self.out_gate), keys, keys
         experts = self.experts
-        if experts is not None and name in ("experts_gate_up", "shared_gate_up"):
-            width = experts.width if name == "experts_gate_up" else experts.shared_width or 0
+        if experts is not None and name in ("experts_gate_up", "experts_gate_up_bias", "shared_gate_up"):
+            width = experts.shared_width or 0 if name == "shared_gate_up" else experts.width
             return width, width
         return self.intermediate_size, self.intermediate_size
 

@@ -45,7 +45,7 @@ NO_EXPERTS = "products='pallas' has no mixtures of experts; use 'xla'"
 
 
 class ExpertParams(NamedTuple):
-    """A layer's parameters; see `ModelConfig.param_shapes`. The last three are None without a shared expert."""
+    """A layer's parameters; see `ModelConfig.param_shapes`. Those of a shared expert, and biases, may be None."""
 
     router: Any
     gate_up: Any
@@ -53,6 +53,9 @@ class ExpertParams(NamedTuple):
     shared_gate_up: Any = None
     shared_down: Any = None
     shared_gate: Any = None
+    router_bias: Any = None
+    gate_up_bias: Any = None
+    down_bias: Any = None
 
 
 class _How(NamedTuple):
@@ -83,9 +86,14 @@ def feed(
         shards: the number of devices that share the layer. Each has a part of every expert.
     """
     logits = matmul(rows, params.router)
+    logits = logits if params.router_bias is None else logits + params.router_bias
     how = _How(sizes, activation, shards)
     flat = rows.reshape(-1, rows.shape[-1]), logits.reshape(-1, sizes.count)
-    out = _mix(how, *flat, params.gate_up, params.down).reshape(rows.shape)
+    out = _mix(how, *flat, params.gate_up, params.down, params.gate_up_bias)
+    if params.down_bias is not None:
+        weights = _weigh(sizes, flat[1])[1]
+        out = out + jnp.einsum("nx,xe->ne", weights, params.down_bias, precision=lax.Precision.HIGHEST)
+    out = out.reshape(rows.shape)
     if params.shared_gate is None:
         return out
     both = matmul(rows, params.shared_gate_up)
@@ -96,21 +104,32 @@ def feed(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _mix(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
-    """Returns the sum of the outputs of each row's experts."""
-    return _batchable(how)(rows, logits, gate_up, down)
+def _mix(
+    how: _How,
+    rows: Float[Array, "N E"],
+    logits: Float[Array, "N X"],
+    gate_up: Any,
+    down: Any,
+    bias: Array | None = None,
+) -> Array:
+    """Returns the sum of the outputs of each row's experts; `bias` is added to the gate and up projections."""
+    return _batchable(how)(rows, logits, gate_up, down, bias)
 
 
 @_mix.defjvp
-def _mix_jvp(how: _How, primals: tuple[Array, Array, Any, Any], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+def _mix_jvp(
+    how: _How, primals: tuple[Array, Array, Any, Any, Array | None], tangents: tuple[Any, ...]
+) -> tuple[Array, Array]:
     # A loop of as many iterations as there are experts in use has no derivative in reverse.
-    rows, logits, *matrices = primals
+    rows, logits, *matrices, bias = primals
     if all(isinstance(matrix, jax.Array) for matrix in matrices):
         _, tangent = jax.jvp(functools.partial(_grouped, how), primals, tangents)
     else:  # packed and int8 weights are frozen
-        arrays = [_as_array(matrix) for matrix in matrices]
+        first, second = map(_as_array, matrices)
         of_rows = functools.partial(_grouped, how)
-        _, tangent = jax.jvp(lambda rows, logits: of_rows(rows, logits, *arrays), (rows, logits), tangents[:2])
+        _, tangent = jax.jvp(
+            lambda rows, logits: of_rows(rows, logits, first, second, bias), (rows, logits), tangents[:2]
+        )
     return _mix(how, *primals), tangent
 
 
@@ -131,11 +150,12 @@ def _batchable(how: _How) -> Callable[..., Array]:
     return mix
 
 
-def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any) -> Array:
+def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any, bias: Array | None = None) -> Array:
     loop = functools.partial(_with_loop, how)
+    arrays = rows, logits, gate_up, down, bias
     if is_packed(gate_up):
-        kernel = functools.partial(_with_kernel, how) if kernels_available() else loop
-        return lax.platform_dependent(rows, logits, gate_up, down, cpu=kernel, default=loop)
+        kernel = functools.partial(_with_kernel, how) if kernels_available() and bias is None else loop
+        return lax.platform_dependent(*arrays, cpu=kernel, default=loop)
     # Beyond this number of rows, most experts are read anyway.
     many = len(rows) * how.sizes.per_token > how.sizes.count
     grouped = many and how.shards == 1 and isinstance(gate_up, jax.Array)
@@ -144,10 +164,12 @@ def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any)
     most = 4 * len(rows) * how.sizes.per_token > how.sizes.count and len(rows) <= MAX_DENSE_ROWS
     dense = most and how.shards == 1 and isinstance(gate_up, jax.Array)
     on_gpu = functools.partial(_dense, how) if dense else elsewhere
-    return lax.platform_dependent(rows, logits, gate_up, down, cpu=loop, cuda=on_gpu, default=elsewhere)
+    return lax.platform_dependent(*arrays, cpu=loop, cuda=on_gpu, default=elsewhere)
 
 
-def _with_kernel(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
+def _with_kernel(
+    how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any, bias: None = None
+) -> Array:
     sizes, matrices = how.sizes, (gate_up.of_experts(), down.of_experts())
     return calls.mix_experts(rows, logits, *matrices, how.activation, sizes.per_token, sizes.width, sizes.normalise)
 
@@ -167,7 +189,14 @@ def _weigh(sizes: Experts, logits: Float[Array, "N X"]) -> tuple[Bool[Array, "N 
     return own.any(1), jnp.where(own, routes.weights[..., None], 0).sum(1)
 
 
-def _with_loop(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Any, down: Any) -> Array:
+def _with_loop(
+    how: _How,
+    rows: Float[Array, "N E"],
+    logits: Float[Array, "N X"],
+    gate_up: Any,
+    down: Any,
+    bias: Array | None = None,
+) -> Array:
     """Computes the layer by a loop over the experts that any row has."""
     gate_up, down = (unpack_param(name, a) for name, a in zip(EXPERT_MATRICES, (gate_up, down)))
     has, weights = _weigh(how.sizes, logits)
@@ -177,7 +206,9 @@ def _with_loop(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"]
     def add(i: Array, total: Array) -> Array:
         expert = order[i]
         first, second = (_take(matrix, expert) for matrix in (gate_up, down))
-        hidden = Gate(how.activation, how.shards)(_product(rows, first))
+        both = _product(rows, first)
+        both = both if bias is None else both + lax.dynamic_index_in_dim(bias, expert, 0)
+        hidden = Gate(how.activation, how.shards)(both)
         out = _partial_products(hidden, second, how.shards)
         mine, weight = (lax.dynamic_index_in_dim(a, expert, 1)[..., None] for a in (has, weights))
         # Not a product with 0: an expert may overflow on a row that it does not belong to.
@@ -191,7 +222,14 @@ def _with_loop(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"]
     return total.sum(1)
 
 
-def _grouped(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Array, down: Array) -> Array:
+def _grouped(
+    how: _How,
+    rows: Float[Array, "N E"],
+    logits: Float[Array, "N X"],
+    gate_up: Array,
+    down: Array,
+    bias: Array | None = None,
+) -> Array:
     """Computes the layer by products of groups of rows."""
     chosen, weights = route(how.sizes, logits)
     count, each = chosen.shape
@@ -203,12 +241,21 @@ def _grouped(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], 
         x = x.astype(matrices.dtype)
         return lax.ragged_dot(x, matrices, sizes, precision=precision, preferred_element_type=jnp.float32)
 
-    hidden = Gate(how.activation, how.shards)(product(rows[order // each], gate_up))
+    both = product(rows[order // each], gate_up)
+    both = both if bias is None else both + bias[chosen.reshape(-1)[order]]
+    hidden = Gate(how.activation, how.shards)(both)
     out = product(hidden, down)[jnp.argsort(order)].reshape(count, each, -1)
     return (out * weights[..., None]).sum(1)
 
 
-def _dense(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], gate_up: Array, down: Array) -> Array:
+def _dense(
+    how: _How,
+    rows: Float[Array, "N E"],
+    logits: Float[Array, "N X"],
+    gate_up: Array,
+    down: Array,
+    bias: Array | None = None,
+) -> Array:
     """Computes the layer by one product of all experts with all rows, and one with their hidden units."""
     has, weights = (a.T[..., None] for a in _weigh(how.sizes, logits))
 
@@ -219,7 +266,9 @@ def _dense(how: _How, rows: Float[Array, "N E"], logits: Float[Array, "N X"], ga
 
     # With an axis of experts in both factors, XLA reads the matrices in their own order.
     repeated = jnp.broadcast_to(rows, (how.sizes.count, *rows.shape))
-    out = product(Gate(how.activation, how.shards)(product(repeated, gate_up)), down)
+    both = product(repeated, gate_up)
+    both = both if bias is None else both + bias[:, None]
+    out = product(Gate(how.activation, how.shards)(both), down)
     return jnp.where(has, out * weights, 0).sum(0)
 
 

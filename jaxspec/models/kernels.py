@@ -9,11 +9,21 @@ from jaxspec.core.networks import LanguageModel
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.kernels.library import use_kernels
 from jaxspec.models.columns import gather
+from jaxspec.models.config import ModelConfig
 from jaxspec.models.packed import has_blocks, is_packed, pack_params, unpack_params
 from jaxspec.models.transformer import TransformerLM
 
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
+
+
+def find_kernel_gap(config: ModelConfig) -> str | None:
+    """Returns why the CPU kernels cannot run a network, in one line; None if they can."""
+    if config.sinks:
+        return "there are no CPU kernels for attention sinks"
+    if config.activation == "clamped_silu" or (config.experts is not None and config.experts.biases):
+        return "there are no CPU kernels for experts with biases or clamped gates"
+    return None
 
 
 def with_kernels(model: "Model") -> "Model":
@@ -26,12 +36,15 @@ def with_kernels(model: "Model") -> "Model":
         model: a model of a `TransformerLM`. A model that is split over devices is gathered on the default device.
 
     Raises:
-        InvalidConfig: the kernels are not available, or the network is not a `TransformerLM`.
+        InvalidConfig: the kernels are not available, the network is not a `TransformerLM`, or there are no kernels for
+            one of its layers.
     """
     lm: Any = getattr(model, "lm", None)
     if not isinstance(lm, TransformerLM):
         raise InvalidConfig(f"only a model of a TransformerLM can use the kernels, got {shown(model)}")
     use_kernels(True)
+    if (gap := find_kernel_gap(lm.config)) is not None:
+        raise InvalidConfig(f"{model.name}: {gap}; run it without kernels")
     if lm.execution.kernels:
         return model
     lm, params = gather(lm, model.params)

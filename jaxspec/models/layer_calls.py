@@ -75,13 +75,14 @@ class LayerCalls(Protocol):
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
+        sinks: Array | None = None,
     ) -> tuple[Any, KV]:
         """Computes attention; see `jaxspec.models.attention.attend`.
 
         Args:
             heads: what `split_heads` returned.
             past: keys and values `[B, H, P, K]` of earlier tokens of the window; None for none.
-            cache, layer, mask, paths, scale, first_seen: see `jaxspec.models.attention.attend`.
+            cache, layer, mask, paths, scale, first_seen, sinks: see `jaxspec.models.attention.attend`.
 
         Returns:
             The outputs of all heads, for `add`, and the keys and values of the window `[B, H, T, K]`.
@@ -193,8 +194,9 @@ class FusedCalls:
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
+        sinks: Array | None = None,
     ) -> tuple[Float[Array, "B T J"], KV]:
-        return attend_split(heads, cache, layer, past, mask, paths, scale, first_seen, self.execution)
+        return attend_split(heads, cache, layer, past, mask, paths, scale, first_seen, self.execution, sinks)
 
     def gate(self, read: FusedInput, layer: Linear, activation: str) -> FusedRows:
         both = matmul(read.x, layer.weight, fused=Fused(read.norm, layer.bias))

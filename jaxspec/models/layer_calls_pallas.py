@@ -135,6 +135,7 @@ class PallasCalls:
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
+        sinks: Array | None = None,
     ) -> tuple[Float[Array, "M J"], KV]:
         number, rows = jnp.full(1, layer, jnp.int32), padded_rows(mask.shape[0] * mask.shape[1])
         return attention_pieces.attend_rows(

@@ -77,6 +77,7 @@ class TpuCalls:
         paths: Array | None,
         scale: float,
         first_seen: Array | None,
+        sinks: Array | None = None,
     ) -> tuple[Float[Array, "B T J"], KV]:
         return attend_split(heads, cache, layer, past, mask, paths, scale, first_seen, self.execution)
 

@@ -19,6 +19,7 @@ FUSED_PARAMS = (
     "rates",
     "conv",
     "experts_gate_up",
+    "experts_gate_up_bias",
     "shared_gate_up",
 )
 """Parameters that hold several projections side by side, or what belongs to their outputs."""

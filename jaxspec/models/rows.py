@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxspec.kernels import calls
+from jaxspec.models.config import GATE_LIMIT, GATE_SLOPE
 
 
 def rms_norm(
@@ -47,8 +48,12 @@ class Norm:
 class Gate:
     """The gate of an MLP: the first half of a row through an activation, times the second half.
 
+    "clamped_silu" is the gate of gpt-oss (arXiv:2508.10925): the first half is at most `GATE_LIMIT` and goes through
+    x * sigmoid(`GATE_SLOPE` * x). The second half is clamped to -`GATE_LIMIT` to `GATE_LIMIT` and gets 1 added. The CPU
+    kernels do not have this gate.
+
     Attributes:
-        name: "silu" (SwiGLU) or "gelu_tanh" (GeGLU), also in `jaxspec.kernels.calls.PREPARATIONS`.
+        name: "silu" (SwiGLU) or "gelu_tanh" (GeGLU), also in `jaxspec.kernels.calls.PREPARATIONS`; or "clamped_silu".
         shards: the number of parts of a row; each part has two halves of its own.
     """
 
@@ -59,7 +64,11 @@ class Gate:
 
     def __call__(self, both: Float[Array, "*b I2"]) -> Float[Array, "*b I"]:
         gate, up = jnp.split(both.reshape(*both.shape[:-1], self.shards, -1), 2, axis=-1)
-        gate = jax.nn.silu(gate) if self.name == "silu" else jax.nn.gelu(gate, approximate=True)
+        if self.name == "clamped_silu":
+            gate, up = jnp.minimum(gate, GATE_LIMIT), jnp.clip(up, -GATE_LIMIT, GATE_LIMIT) + 1
+            gate = gate * jax.nn.sigmoid(GATE_SLOPE * gate)
+        else:
+            gate = jax.nn.silu(gate) if self.name == "silu" else jax.nn.gelu(gate, approximate=True)
         return (gate * up).reshape(*both.shape[:-1], -1)
 
 

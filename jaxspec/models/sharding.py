@@ -20,7 +20,7 @@ from jaxspec.kernels.library import use_kernels
 from jaxspec.models.columns import file_order, group_by_shard
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.exact import check_shared
-from jaxspec.models.kernels import with_kernels, without_kernels
+from jaxspec.models.kernels import find_kernel_gap, with_kernels, without_kernels
 from jaxspec.models.packed import is_packed
 from jaxspec.models.placement import FUSED_PARAMS, param_spec, param_specs
 from jaxspec.models.quantized import Quantized
@@ -103,7 +103,8 @@ def use_default_kernels(model: "Model") -> "Model":
         return model
     if lm.execution.shards > 1 or mesh_of(model.params) is not None:
         return model
-    return with_kernels(model) if use_kernels(None, suits_kernels(None)) else model
+    whole = suits_kernels(None) and find_kernel_gap(lm.config) is None
+    return with_kernels(model) if use_kernels(None, whole) else model
 
 
 def mesh_of(params: Params) -> Mesh | None:

@@ -23,6 +23,7 @@ from jaxspec.core.networks import check_taps
 from jaxspec.core.records import KV, Cache, Entries, Params, Window
 from jaxspec.errors import InvalidConfig
 from jaxspec.models import delta, shared_layers
+from jaxspec.models.attention import NO_SINKS
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.delta import DeltaStore
 from jaxspec.models.execution import PALLAS_PLATFORMS, Execution
@@ -175,6 +176,8 @@ class TransformerLM:
             raise InvalidConfig("products='pallas' has no recurrent layers and no gates after attention; use 'xla'")
         if self.execution.products == "pallas" and self.config.experts is not None:
             raise InvalidConfig(NO_EXPERTS)
+        if self.execution.attention == "pallas" and self.config.sinks:
+            raise InvalidConfig(NO_SINKS)
 
     @property
     def vocab(self) -> int:

@@ -72,6 +72,9 @@ class TransformerBlock(nnx.Module):
         self.experts_gate_up, self.experts_down = matrix("experts_gate_up"), matrix("experts_down")
         self.shared_gate_up, self.shared_down = matrix("shared_gate_up"), matrix("shared_down")
         self.shared_gate = matrix("shared_gate")
+        self.sinks, self.router_bias = vector("sinks", 0), vector("router_bias", 0)
+        self.experts_gate_up_bias = vector("experts_gate_up_bias", 0)
+        self.experts_down_bias = vector("experts_down_bias", 0)
 
     def __call__(
         self,
@@ -115,6 +118,7 @@ class TransformerBlock(nnx.Module):
         if self.router is None:
             return None
         names = "router", "experts_gate_up", "experts_down", "shared_gate_up", "shared_down", "shared_gate"
+        names += "router_bias", "experts_gate_up_bias", "experts_down_bias"
         params = (getattr(self, name) for name in names)
         assert self.config.experts is not None
         return ExpertParams(*(None if param is None else param[...] for param in params)), self.config.experts
@@ -135,7 +139,8 @@ class TransformerBlock(nnx.Module):
         before = None if past is None else KV(past.keys[place], past.values[place])
         mask, first_seen = sliding_window_mask(window, c.window_of(layer))
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        mixed, new = calls.attend(heads, cache, place, before, mask, window.paths, scale, first_seen)
+        sinks = None if self.sinks is None else self.sinks[...]
+        mixed, new = calls.attend(heads, cache, place, before, mask, window.paths, scale, first_seen, sinks)
         return mixed if gate is None else _gated(mixed, gate), new
 
     def _mix_recurrently(

@@ -165,6 +165,24 @@ CASES: dict[str, dict] = {
         "norm_topk_prob": False,
     }
     | _EXPERTS,
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "sliding_window": 11,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 
 

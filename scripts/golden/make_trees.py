@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
 
 from helpers.families import PREFIX, paths, tokens_of, write_checkpoint
 
-CASES = ("qwen3.5", "qwen3-moe", "qwen3.5-moe")
+CASES = ("qwen3.5", "qwen3-moe", "qwen3.5-moe", "gpt-oss")
 
 
 def main() -> None:
