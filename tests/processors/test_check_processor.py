@@ -35,7 +35,8 @@ MEMBERS = {
 def test_every_member_is_here():
     from jaxspec.registry import PROCESSORS
 
-    assert MEMBERS.keys() == {name for name in PROCESSORS if PROCESSORS.own(name)}
+    others = {"grammar"}  # accepts texts of its automaton only; tests/grammar
+    assert MEMBERS.keys() == {name for name in PROCESSORS if PROCESSORS.own(name)} - others
 
 
 @pytest.mark.parametrize(
