@@ -35,6 +35,8 @@ from jaxspec.train.settings import TrainSettings, parse_mesh
 MIN_SPLIT_ELEMENTS = 2**20
 """The smallest number of elements of an array of the heads that is split. Smaller arrays cost little memory."""
 
+MAX_WHOLE_ELEMENTS = 2**29
+"""The largest number of parameters whose gradient each device holds whole in a step, in float32: 2.1 GB."""
 
 MAX_WEIGHTS_SHARE = 0.5
 """The largest share of a device's memory that the weights take while the target answers, beside caches."""
@@ -178,6 +180,11 @@ class Placement:
         """Returns parameters that are split by shape as an evaluation reads them: whole."""
         return params if self.mesh.size == 1 else lax.with_sharding_constraint(params, self.whole)
 
+    def holds_gradients(self, params: Any) -> bool:
+        """Returns whether each device holds the whole gradient of its own rows in a step; see `differentiate`."""
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        return self.mesh.size > 1 and size <= MAX_WHOLE_ELEMENTS
+
     def differentiate(
         self, loss: Callable[..., Any], params: Any, dtypes: Any, rows: Any, constants: Any
     ) -> tuple[Any, Any]:
@@ -185,7 +192,8 @@ class Placement:
 
         Each device computes the loss of its own rows. It collects each parameter once, and the devices add up its
         gradient once, in float32, so that each device receives its part of the sum. XLA's own partitioner would add up
-        the gradient of each product of a matrix; heads that guess several tokens multiply by it several times.
+        the gradient of each product of a matrix; heads that guess several tokens multiply by it several times. It is
+        left to XLA if the gradient of a device's own rows would take too much memory (`holds_gradients`).
 
         Args:
             loss: a function from whole parameters, rows and constants to a value and other sums over rows.
@@ -199,6 +207,12 @@ class Placement:
         """
         if self.mesh.size == 1:
             return differentiate(loss, params, dtypes, rows, constants)
+        if not self.holds_gradients(params):
+
+            def loss_of_parts(params: Any, rows: Any, constants: Any) -> Any:
+                return loss(jax.tree.map(self._collect_in_xla, params), rows, constants)
+
+            return differentiate(loss_of_parts, params, dtypes, rows, constants)
         axes = jax.tree.map(self._split_axis, params)
         specs = jax.tree.map(_spec, axes)
 
@@ -215,6 +229,10 @@ class Placement:
         )
         return mapped(params, rows, constants)
 
+    def _collect_in_xla(self, leaf: jax.Array) -> jax.Array:
+        split = self._split_by_shape(leaf)
+        return leaf if split == self.whole else _collect_and_split(self.whole, split, leaf)
+
     def keep(self, tree: Any) -> Any:
         """Returns heads, gradients or a whole state as they lie between steps."""
         if self.mesh.size == 1:
@@ -225,6 +243,25 @@ class Placement:
         """Returns rows `[B, ...]` split over "data"."""
         return tree if self.mesh.size == 1 else lax.with_sharding_constraint(tree, self.rows)
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _collect_and_split(whole: NamedSharding, split: NamedSharding, leaf: jax.Array) -> jax.Array:
+    """Returns an array with one sharding, whose gradient has another.
+
+    Without the second constraint, each device would hold the sum of all devices' gradients, and not its part of it.
+    """
+    return lax.with_sharding_constraint(leaf, whole)
+
+
+def _forward(whole: NamedSharding, split: NamedSharding, leaf: jax.Array) -> tuple[jax.Array, None]:
+    return lax.with_sharding_constraint(leaf, whole), None
+
+
+def _backward(whole: NamedSharding, split: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (lax.with_sharding_constraint(gradient, split),)
+
+
+_collect_and_split.defvjp(_forward, _backward)
 
 WHOLE = -1
 """The axis of arrays that are not split. None would not be a leaf of a pytree."""

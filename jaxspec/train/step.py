@@ -161,8 +161,10 @@ def train_step(
     weights = head_weights(settings, state.running, None if blocks is None else blocks.gamma)
     dtype = jnp.dtype(product_dtype(settings))
 
-    # Each device computes the loss of its own rows.
-    own = settings if placement is None else dataclasses.replace(settings, mesh="")
+    # Each device may compute the loss of its own rows, and has no other rows then.
+    own = settings
+    if placement is not None and placement.holds_gradients(state.params):
+        own = dataclasses.replace(settings, mesh="")
 
     def loss(params: Trainable, part: Batch, constants: tuple[FrozenTarget, Array, Array]) -> tuple[Array, LossSums]:
         tables, scale, positions = constants
