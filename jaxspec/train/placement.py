@@ -35,8 +35,9 @@ from jaxspec.train.settings import TrainSettings, parse_mesh
 MIN_SPLIT_ELEMENTS = 2**20
 """The smallest number of elements of an array of the heads that is split. Smaller arrays cost little memory."""
 
-MAX_WHOLE_ELEMENTS = 2**29
-"""The largest number of parameters whose gradient each device holds whole in a step, in float32: 2.1 GB."""
+MAX_WHOLE_ELEMENTS = 3 * 2**29
+"""The largest number of parameters whose gradient each device holds whole in a step, in float32: 6.4 GB.
+Heads of a target of 70B parameters have fewer."""
 
 MAX_WEIGHTS_SHARE = 0.5
 """The largest share of a device's memory that the weights take while the target answers, beside caches."""
