@@ -186,6 +186,10 @@ class Placement:
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
         return self.mesh.size > 1 and size <= MAX_WHOLE_ELEMENTS
 
+    def settings_of_a_device(self, settings: TrainSettings, params: Any) -> TrainSettings:
+        """Returns the settings of the loss in `differentiate`, of a device that has no rows but its own."""
+        return dataclasses.replace(settings, mesh="") if self.holds_gradients(params) else settings
+
     def differentiate(
         self, loss: Callable[..., Any], params: Any, dtypes: Any, rows: Any, constants: Any
     ) -> tuple[Any, Any]:

@@ -1,6 +1,5 @@
 """An optimiser step as a pure function: loss, gradients and AdamW. Steps with non-finite results are skipped."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -161,10 +160,7 @@ def train_step(
     weights = head_weights(settings, state.running, None if blocks is None else blocks.gamma)
     dtype = jnp.dtype(product_dtype(settings))
 
-    # Each device may compute the loss of its own rows, and has no other rows then.
-    own = settings
-    if placement is not None and placement.holds_gradients(state.params):
-        own = dataclasses.replace(settings, mesh="")
+    own = settings if placement is None else placement.settings_of_a_device(settings, state.params)
 
     def loss(params: Trainable, part: Batch, constants: tuple[FrozenTarget, Array, Array]) -> tuple[Array, LossSums]:
         tables, scale, positions = constants
