@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 AUTO = "auto"
 """The name of the hosts that a TPU pod, SLURM or Open MPI describes to its processes."""
-HEARTBEAT_SECONDS = 60
+HEARTBEAT_SECONDS = 100
 """Seconds after which a process that gives no sign of life counts as lost, and JAX ends the others."""
 WAIT_MS = 500
 """Milliseconds of each wait for a value, after which Python handles signals."""

@@ -228,7 +228,7 @@ def end_all(started: list[subprocess.Popen], name: str, runs: Runs, killed: list
     for number in killed:
         started[number].kill()
     for number, process in enumerate(started):
-        status = process.wait(timeout=150)
+        status = process.wait(timeout=240)
         if number not in killed and status:  # it may have ended its run before
             text = runs.said(name, number).read_text()
             assert any(words in text for words in MESSAGE), (status, text[-2000:])
