@@ -31,7 +31,7 @@ FLOORS = (
     {"train"},
     {"tuning"},
     {"jaxspec"},
-    {"bench"},
+    {"bench", "evaluation"},
     {"cli"},
 )
 """Packages and top modules from the ground up: each imports those of lower floors alone. `jaxspec` is the package

@@ -1,0 +1,1 @@
+"""Scores texts, and runs the tasks of EleutherAI's lm-evaluation-harness."""
