@@ -7,6 +7,7 @@ a table of states and tokens takes some 100 MB.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -55,9 +56,9 @@ class TokenAutomaton:
         InvalidConfig: the shapes or the numbers do not fit together, or there are too many states.
     """
 
-    next: np.ndarray
-    final: np.ndarray
-    classes: np.ndarray
+    next: Any
+    final: Any
+    classes: Any
 
     def __post_init__(self):
         shapes = [np.shape(value) for value in (self.next, self.final, self.classes)]

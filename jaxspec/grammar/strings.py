@@ -4,12 +4,14 @@ A pattern describes the text that a string stands for, and the automaton reads t
 are therefore parsed, and every set of characters is written as JSON writes its characters: `"` as `\\"`, for example.
 """
 
+import importlib
 import re
-import re._constants as ops  # pyright: ignore[reportMissingImports]
-import re._parser as parser  # pyright: ignore[reportMissingImports]
 from typing import Any
 
 from jaxspec.errors import InvalidConfig, shown
+
+ops: Any = importlib.import_module("re._constants")  # the parser of Python's own regular expressions
+parser: Any = importlib.import_module("re._parser")
 
 CHARACTER = r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?:[0-9a-cefA-CEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))'
 """One character of a JSON string. Characters past U+FFFF are written as they are, not as two escapes."""
@@ -86,8 +88,8 @@ def _sequence(items: list[Any], pattern: str, first: bool, last: bool) -> str:
     elif last and not (items and items[-1][0] in (ops.BRANCH, ops.SUBPATTERN)):
         after = f"{CHARACTER}*"
     middle = [
-        _item(*item, pattern, first and not before and i == 0, last and not after and i == len(items) - 1)
-        for i, item in enumerate(items)
+        _item(kind, value, pattern, first and not before and i == 0, last and not after and i == len(items) - 1)
+        for i, (kind, value) in enumerate(items)
     ]
     return before + "".join(middle) + after
 

@@ -58,7 +58,9 @@ class Grammar:
         if self.tables is not None:
             return self  # as made by this method
         given = self.automata
-        listed = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * batch
+        listed: list[Any] = (
+            list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * batch
+        )
         wrong = [one for one in listed if one is not None and not isinstance(one, TokenAutomaton)]
         if wrong:
             raise InvalidConfig(
@@ -192,8 +194,8 @@ def _tables(distinct: Sequence[TokenAutomaton], listed: Sequence[TokenAutomaton 
     of_row = {id(one): number for number, one in enumerate(distinct)}
     automaton = np.asarray([of_row.get(id(one), 0) for one in listed], np.int32)
     start = np.asarray([FREE if one is None else starts[of_row[id(one)]] for one in listed], np.int32)
-    shared = [Shared(jnp.asarray(array)) for array in (table, classes, only)]
-    return Tables(*shared, jnp.asarray(automaton), jnp.asarray(start))
+    table, classes, only = (Shared(jnp.asarray(array)) for array in (table, classes, only))
+    return Tables(table, classes, only, jnp.asarray(automaton), jnp.asarray(start))
 
 
 def _only(automaton: TokenAutomaton) -> Int[np.ndarray, "S"]:

@@ -68,7 +68,8 @@ def of_row(row: int) -> int | None:
 def asked(penalty: float = 1.0):
     """A random request whose rows have several grammars, or none."""
     made = random_request(3, BATCH, V)
-    grammar = Grammar([None if of_row(row) is None else AUTOMATA[of_row(row)] for row in range(BATCH)])
+    numbers = [of_row(row) for row in range(BATCH)]
+    grammar = Grammar([None if number is None else AUTOMATA[number] for number in numbers])
     own = [LogitBias(np.where(np.isneginf(one.bias), 0.0, one.bias)) for one in made.sampling.processors]
     processors = [*own, RepetitionPenalty(penalty), grammar]
     sampling = dataclasses.replace(made.sampling, processors=processors).rows(BATCH, V)
