@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Returns the source of the chat template, which the harness writes into its results."""
         template = self.model.chat_template
-        return "" if not chat_template or template is None else template.source
+        return "" if not chat_template or template is None else template.source or ""
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         if not add_generation_prompt:
@@ -131,7 +131,7 @@ class HarnessModel(TemplateLM):
         for _names, context, following in requests:
             tokens = [*context, *following][-self.max_length - 1 :]  # the last one is not read
             continuations.append(Continuation(tokens, max(len(tokens) - len(following), 1)))
-        results = [tuple(each) for each in score(self.model, continuations, self.batch_size)]
+        results = [(each.logprob, each.greedy) for each in score(self.model, continuations, self.batch_size)]
         for (names, *_rest), result in zip(requests, results):
             if names is not None:
                 self.cache_hook.add_partial("loglikelihood", names, result)

@@ -181,7 +181,8 @@ def _draw(
         logprobs = jax.tree.map(lambda leaf: _masked(_aligned(leaf, state.start, new), within), state.logprobs)
         return text, state.start, state.length, state.status, state.round, logprobs
 
-    return Rollout(*_over(mesh, draw, weights, request), request.sampling, request.stop_ids)
+    text, start, length, status, rounds, logprobs = _over(mesh, draw, weights, request)
+    return Rollout(text, start, length, status, rounds, logprobs, request.sampling, request.stop_ids)
 
 
 def _score(lm: LanguageModel, params: Params, rollout: Rollout) -> Logprobs:
