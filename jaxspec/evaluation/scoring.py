@@ -1,7 +1,6 @@
 """Log-likelihoods of given texts."""
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -79,8 +78,8 @@ def _check(lm: LanguageModel, index: int, continuation: Continuation) -> None:
         raise InvalidConfig(
             f"continuation {index} starts at token {start} of {len(tokens)}; at least one token must precede it"
         )
-    if len(tokens) > (longest := getattr(lm, "context", math.inf)) + 1:  # the last token is not read
-        raise InvalidConfig(f"continuation {index} has {len(tokens)} tokens; the model reads {longest}")
+    if len(tokens) > lm.context + 1:  # the last token is not read
+        raise InvalidConfig(f"continuation {index} has {len(tokens)} tokens; the model reads {lm.context}")
     if wrong := [token for token in tokens if not 0 <= token < lm.vocab]:
         raise TokenOutOfRange(f"continuation {index} has token {wrong[0]}; ids go from 0 to {lm.vocab - 1}")
 
