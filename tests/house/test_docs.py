@@ -41,7 +41,7 @@ NOT_RUN = {
     r"python -m scripts.measure.replay ": "reads what the command before it wrote",
     r"python scripts/measure/pair.py ": "hours with two models of gigabytes",
     r"python scripts/measure/compare_rules.py ": "reads what the commands before it wrote, two of which are not run",
-    r"python -m jaxspec\.evaluation ": "needs lm-eval, some 40 packages, and a task's data; scripts/prove/harness.py runs it",
+    r"python -m jaxspec\.evaluation ": "needs lm-eval and the data of a task; scripts/prove/harness.py runs it",
     r"(vllm|text-generation-launcher) ": "another system; test_head_files.py reads its layout by its tensors' names",
     r"mesh = jaxspec.make_mesh\(": "needs eight devices; test_mesh.py makes these calls on simulated ones",
     r"\w+ = jaxspec\.\w+\(.*mesh=mesh": "needs eight devices; test_mesh.py makes these calls on simulated ones",
