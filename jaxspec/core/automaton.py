@@ -33,8 +33,8 @@ class ByteAutomaton:
     final: np.ndarray
     start: int = 0
 
-    def accepts(self, text: bytes) -> bool:
-        """Returns whether the automaton accepts a whole text."""
+    def accepts(self, text: Sequence[int]) -> bool:
+        """Returns whether the automaton accepts the bytes of a whole text."""
         state = self.start
         for byte in text:
             state = int(self.next[state, byte])
