@@ -24,7 +24,8 @@ def as_flags(message: str, parser: argparse.ArgumentParser) -> str:
     """
     for pattern, instead in PHRASES:
         message = re.sub(pattern, instead, message)
-    options = {action.dest: action.option_strings for action in parser._actions if action.option_strings}
+    # The first of several options that set one argument stands for all of them.
+    options = {action.dest: action.option_strings for action in reversed(parser._actions) if action.option_strings}
     options |= {name: options[dest] for name, dest in OTHER_NAMES.items() if dest in options}
     for name, flags in sorted(options.items(), key=lambda item: -len(item[0])):
         negative = next((flag for flag in flags if flag.startswith("--no-")), None)

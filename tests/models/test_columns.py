@@ -41,7 +41,7 @@ def test_a_placed_model_is_read_as_on_one_device(every):
 @pytest.mark.parametrize("name", FUSED_PARAMS)
 def test_grouping_is_undone(name, shards):
     sizes: dict[str, Any] = {"delta": DeltaSizes(4, 8, 8, 8), "recurrent": (True, False), "num_layers": 2}
-    sizes |= {"experts": Experts(3, 1, 8, shared_width=4), "sparse": (True, False)}
+    sizes |= {"experts": Experts(3, 1, 8, shared_width=4, biases=True), "sparse": (True, False)}
     config = tiny_config(num_heads=8, num_kv_heads=4, qkv_bias=True, mlp_bias=True, **sizes)
     shapes = config.layer_shapes(0) | config.layer_shapes(1)
     leaf = np.arange(np.prod(shapes[name])).reshape(shapes[name])
