@@ -163,7 +163,7 @@ class Grammar:
 
         if classes.shape[-1] <= 1:
             return step(0, current) if classes.shape[-1] else current
-        # A loop, because XLA:CPU fuses a chain of gathers into a kernel that grows exponentially with the chain.
+        # A loop, so that the size of the program does not grow with the depth of the tree.
         return lax.fori_loop(0, classes.shape[-1], step, current)
 
 
