@@ -12,8 +12,9 @@ There are four forms of the same sum:
 - `_with_loop`: a loop over the experts that any token of the call has. Each is read once, and multiplied by all rows.
 - `_grouped`: rows sorted by expert, and XLA's products of groups. It has gradients, and is faster for many rows on
   accelerators.
-- `_dense`: all experts times all rows, on GPUs, if many experts are read anyway. XLA:GPU (JAX 0.10) transposes the
-  matrices of all experts for its products of groups.
+- `_with_pallas`: on NVIDIA GPUs, two Pallas kernels for few rows, which read the experts in use once; see
+  `jaxspec.models.experts_pallas`. XLA:GPU copies each expert of the loop, and (JAX 0.10) transposes the matrices of all
+  experts for its products of groups.
 
 Letters: N rows, E the width of the residual stream, X experts, k experts of a row, I the width of an expert, S devices
 that share the layer.
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.mesh import MODEL
@@ -33,14 +35,14 @@ from jaxspec.core.records import Params
 from jaxspec.core.theory import ExpertReads
 from jaxspec.kernels import calls
 from jaxspec.kernels.library import kernels_available
+from jaxspec.models import experts_pallas
 from jaxspec.models.config import EXPERT_MATRICES, Experts, ModelConfig
 from jaxspec.models.layers import matmul
 from jaxspec.models.packed import is_packed, unpack_param
+from jaxspec.models.placement import param_spec
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.rows import Fused, Gate
 
-MAX_DENSE_ROWS = 128
-"""The most rows that `_dense` multiplies; its outputs take memory for each row and expert."""
 NO_EXPERTS = "products='pallas' has no mixtures of experts; use 'xla'"
 
 
@@ -160,10 +162,7 @@ def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any,
     many = len(rows) * how.sizes.per_token > how.sizes.count
     grouped = many and how.shards == 1 and isinstance(gate_up, jax.Array)
     elsewhere = functools.partial(_grouped, how) if grouped else loop
-    # XLA:GPU copies each expert of the loop before its product, which moves three times the bytes.
-    most = 4 * len(rows) * how.sizes.per_token > how.sizes.count and len(rows) <= MAX_DENSE_ROWS
-    dense = most and how.shards == 1 and isinstance(gate_up, jax.Array)
-    on_gpu = functools.partial(_dense, how) if dense else elsewhere
+    on_gpu = functools.partial(_with_pallas, how) if _suits_pallas(how, *arrays) else elsewhere
     return lax.platform_dependent(*arrays, cpu=loop, cuda=on_gpu, default=elsewhere)
 
 
@@ -248,28 +247,42 @@ def _grouped(
     return (out * weights[..., None]).sum(1)
 
 
-def _dense(
+def _suits_pallas(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any, bias: Array | None) -> bool:
+    """Returns True if `_with_pallas` computes the layer: for a share of each expert on each device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = set(mesh.auto_axes) - {MODEL}
+    if any(mesh.shape[axis] > 1 for axis in others) or (how.shards > 1 and mesh.shape.get(MODEL) != how.shards):
+        return False  # XLA does not split the kernels over devices
+    shapes = jax.eval_shape(lambda: (gate_up, down))
+    return experts_pallas.has_kernels(len(rows), *shapes)
+
+
+def _with_pallas(
     how: _How,
     rows: Float[Array, "N E"],
     logits: Float[Array, "N X"],
-    gate_up: Array,
-    down: Array,
+    gate_up: Any,
+    down: Any,
     bias: Array | None = None,
+    interpret: bool = False,
 ) -> Array:
-    """Computes the layer by one product of all experts with all rows, and one with their hidden units."""
-    has, weights = (a.T[..., None] for a in _weigh(how.sizes, logits))
+    """Computes the layer by kernels that read the experts in use."""
+    most = min(len(rows) * how.sizes.per_token, how.sizes.count)
+    kernels = functools.partial(experts_pallas.mix, most=most, activation=how.activation, interpret=interpret)
+    arrays = rows, *_weigh(how.sizes, logits), gate_up, down, bias
+    mesh = jax.sharding.get_abstract_mesh()
+    if MODEL not in mesh.auto_axes:
+        return kernels(*arrays)
+    names = (*EXPERT_MATRICES, "experts_gate_up_bias")
+    shares = [None if a is None else param_spec(name, a, how.shards) for name, a in zip(names, arrays[3:])]
 
-    def product(x: Float[Array, "X N I"], matrices: Float[Array, "X I O"]) -> Float[Array, "X N O"]:
-        precision = lax.Precision.HIGHEST if matrices.dtype == jnp.float32 else None
-        x = x.astype(matrices.dtype)
-        return jnp.einsum("xni,xio->xno", x, matrices, precision=precision, preferred_element_type=jnp.float32)
+    def share(*arrays: Any) -> Array:
+        out = kernels(*arrays)
+        return out if how.shards == 1 else lax.psum(out, MODEL)
 
-    # With an axis of experts in both factors, XLA reads the matrices in their own order.
-    repeated = jnp.broadcast_to(rows, (how.sizes.count, *rows.shape))
-    both = product(repeated, gate_up)
-    both = both if bias is None else both + bias[:, None]
-    out = product(Gate(how.activation, how.shards)(both), down)
-    return jnp.where(has, out * weights, 0).sum(0)
+    return jax.shard_map(
+        share, mesh=mesh, in_specs=(P(), P(), P(), *shares), out_specs=P(), axis_names={MODEL}, check_vma=False
+    )(*arrays)
 
 
 def _product(rows: Float[Array, "N J"], matrix: Any) -> Float[Array, "N O"]:

@@ -97,14 +97,14 @@ def add_in_tree(parts: Sequence[Any]) -> Any:
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def prepare(x: Float[Array, "M E"], scale: Float[Array, "E"], *, interpret: bool = False) -> PreparedRows:
     """Prepares rows for the product after a norm with this scale, as `multiply_add` does."""
-    (rows, width), tile = x.shape, _tile(x.shape[1], SEGMENTED_TILE.outputs, "outputs")
+    (rows, width), tile = x.shape, tile_size(x.shape[1], SEGMENTED_TILE.outputs, "outputs")
 
     def kernel(x_ref: Any, scale_ref: Any, rows_ref: Any, squares_ref: Any) -> None:
         for i in range(x_ref.shape[0] // ROW_TILE):
             at = pl.ds(i * ROW_TILE, ROW_TILE)
             _write_prepared(x_ref[at, :], scale_ref, rows_ref, squares_ref, at)
 
-    group = _row_group(rows, 1)
+    group = row_group(rows, 1)
     columns = pl.BlockSpec((group, tile), lambda r, i: (r, i))
     out = pl.pallas_call(
         kernel,
@@ -286,7 +286,7 @@ def add_shares(
         output_scale: the scale of int8 weights; None for other weights.
     """
     devices, rows, width = shares.shape
-    tile, group = _tile(width, SEGMENTED_TILE.outputs, "outputs"), _row_group(rows, devices)
+    tile, group = tile_size(width, SEGMENTED_TILE.outputs, "outputs"), row_group(rows, devices)
     columns = pl.BlockSpec((group, tile), lambda r, i: (r, i))
     vector = pl.BlockSpec((tile,), lambda r, i: (i,))
     given = {"shares": (shares, pl.BlockSpec((devices, group, tile), lambda r, i: (0, r, i)))}
@@ -387,9 +387,9 @@ class _Product:
             raise InvalidConfig(
                 f"products='pallas' needs a multiple of {segments * MIN_TILE} inputs, got {self.inputs}; use 'xla'"
             )
-        inputs = _tile(self.inputs // segments, tile.inputs, "inputs")
-        self.tile = Tile(_tile(self.outputs, tile.outputs, "outputs"), inputs, tile.stages)
-        self.group = _row_group(len(self.rows), segments * halves)
+        inputs = tile_size(self.inputs // segments, tile.inputs, "inputs")
+        self.tile = Tile(tile_size(self.outputs, tile.outputs, "outputs"), inputs, tile.stages)
+        self.group = row_group(len(self.rows), segments * halves)
 
     def sums(self, rows_ref: Any, weight_refs: Sequence[Any]) -> list[list[Array]]:
         """Returns for each tile of rows the sums of each half `[16, outputs of a tile]`."""
@@ -403,7 +403,7 @@ class _Product:
                 weights = [(ref[:, at] if self.transposed else ref[at, :]).astype(jnp.bfloat16) for ref in weight_refs]
                 for t in range(tiles):
                     rows = rows_ref[pl.ds(t * ROW_TILE, ROW_TILE), at]
-                    out += [next(new) + _dot(rows, weight, self.transposed) for weight in weights]
+                    out += [next(new) + multiply_tile(rows, weight, self.transposed) for weight in weights]
             return tuple(out)
 
         count = self.segments * tiles * self.halves
@@ -520,7 +520,7 @@ def _prepared_shapes(rows: int, width: int, tile: int) -> list[jax.ShapeDtypeStr
     ]
 
 
-def _dot(a: Array, b: Array, transposed: bool) -> Array:
+def multiply_tile(a: Array, b: Array, transposed: bool) -> Array:
     # An explicit precision, because JAX's default may be set to another one, with other instructions.
     dimensions = ((1,), (1 if transposed else 0,)), ((), ())
     return lax.dot_general(a, b, dimensions, lax.Precision.DEFAULT, jnp.float32)
@@ -538,7 +538,7 @@ def _squares(x: Array) -> Array:
     return (x * x).sum()
 
 
-def _row_group(rows: int, accumulators: int) -> int:
+def row_group(rows: int, accumulators: int) -> int:
     """Returns the number of rows of a program that has so many accumulators for each tile of rows."""
     tiles = rows // ROW_TILE
     most = max(1, min(MAX_ROW_TILES, MAX_ACCUMULATORS // accumulators))
@@ -550,7 +550,7 @@ def _power_of_two(number: int) -> int:
     return number & -number
 
 
-def _tile(size: int, most: int, what: str) -> int:
+def tile_size(size: int, most: int, what: str) -> int:
     """Returns the largest power of two up to `most` that divides a size."""
     tile = min(most, _power_of_two(size))
     if tile < MIN_TILE:

@@ -64,12 +64,16 @@ class Gate:
 
     def __call__(self, both: Float[Array, "*b I2"]) -> Float[Array, "*b I"]:
         gate, up = jnp.split(both.reshape(*both.shape[:-1], self.shards, -1), 2, axis=-1)
+        return self.of_halves(gate, up).reshape(*both.shape[:-1], -1)
+
+    def of_halves(self, gate: Float[Array, "*b I"], up: Float[Array, "*b I"]) -> Float[Array, "*b I"]:
+        """Returns the gated units of rows whose halves are separate."""
         if self.name == "clamped_silu":
             gate, up = jnp.minimum(gate, GATE_LIMIT), jnp.clip(up, -GATE_LIMIT, GATE_LIMIT) + 1
             gate = gate * jax.nn.sigmoid(GATE_SLOPE * gate)
         else:
             gate = jax.nn.silu(gate) if self.name == "silu" else jax.nn.gelu(gate, approximate=True)
-        return (gate * up).reshape(*both.shape[:-1], -1)
+        return gate * up
 
 
 class Linear(NamedTuple):

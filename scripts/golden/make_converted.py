@@ -19,6 +19,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests"))
 
 from helpers.converted import digest, read_metadata
 from helpers.families import split_experts, write_checkpoint
+from helpers.gpt_oss_files import CASE as GPT_OSS
+from helpers.gpt_oss_files import SETTINGS, SHAPES, write_blocks
 
 GOLDEN = pathlib.Path("tests/golden")
 ARCHITECTURES = {
@@ -76,6 +78,17 @@ def convert(folder: pathlib.Path, settings: dict[str, Any], joined: bool) -> dic
     return {"metadata": read_metadata(out), "tensors": tensors}
 
 
+def convert_gpt_oss(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the converted files of gpt-oss by the type of the experts."""
+    write_checkpoint(path / "model", GPT_OSS, SETTINGS, SHAPES)
+    cases = {}
+    for kind, folder in (("float32", path / "model"), ("mxfp4", write_blocks(path)[0])):
+        settings = json.loads((folder / "config.json").read_text()) | {"architectures": ["GptOssForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(settings))
+        cases[kind] = convert(folder, settings, False)
+    return cases
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, default=GOLDEN / "converted.json")
@@ -93,7 +106,9 @@ def main() -> None:
                 forms["joined"] = convert(path, settings, True)
         cases[case] = model | forms
         print(f"{case}: {len(forms['separate']['tensors'])} tensors")
-    arguments.out.write_text(json.dumps({"cases": cases}, separators=(",", ":")) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"cases": cases, GPT_OSS: convert_gpt_oss(pathlib.Path(folder))}
+    arguments.out.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

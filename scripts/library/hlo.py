@@ -148,12 +148,12 @@ def moved(parts: dict[str, list[Instruction]], name: str, iterations: Callable[[
 
     A conditional counts as its costliest branch, and so do loops of which one runs (see `is_alternative`). Of an array
     that is sliced, gathered or updated in place, only that part counts. An array that is copied to VMEM counts at the
-    copy. Of a cache [L, B, H, S, K] a Pallas kernel reads one layer.
+    copy. Of a cache [L, B, H, S, K] a Pallas kernel reads one layer, and of an array for all experts those in use.
 
     Args:
         parts: the computations of the program.
         name: the computation.
-        iterations: the number of iterations of an inner loop.
+        iterations: the number of iterations of an inner loop, and the number of experts that a kernel reads; or 1.
     """
     types = {one.name: one.type for one in parts[name]}
     costs = [(is_alternative(one), _moved(parts, types, one, iterations)) for one in parts[name]]
@@ -176,10 +176,12 @@ def is_kernel(one: Instruction) -> bool:
     return one.op == "custom-call" and target is not None and target[1] in KERNELS
 
 
-def _layers(type: str) -> int:
-    """Returns L of the type of a cache, and 1 of others."""
-    sizes = re.findall(ARRAY, type)[0][1].split(",")
-    return int(sizes[0]) if len(sizes) == 5 else 1
+def _read_by_kernel(type: str, experts: int) -> int:
+    """Returns the bytes that a kernel reads of an array: one layer of a cache, and of all experts those in use."""
+    sizes = shape(type)
+    if len(sizes) == 5:
+        return size(type) // sizes[0]
+    return size(type) * experts // sizes[0] if len(sizes) == 3 and 1 < experts < sizes[0] else size(type)
 
 
 def moved_by_kernels(parts: dict[str, list[Instruction]]) -> list[int]:
@@ -232,8 +234,9 @@ def _moved(
         _, part = [array[0] for array in re.finditer(ARRAY, one.type)][:2]
         return size(part, anywhere=True) + size(part)
     if is_kernel(one):
-        read = {name: size(types[name]) // _layers(types[name]) for name in one.operands}
-        return size(one.type) + sum(read.values())
+        experts = iterations(one)
+        read = {name: _read_by_kernel(types[name], experts) for name in one.operands}
+        return _read_by_kernel(one.type, experts) + sum(read.values())
     if one.op != "fusion":
         return size(one.type) + sum(map(size, operands))
     inner = called(one, "calls")

@@ -298,13 +298,25 @@ class Program(NamedTuple):
         widths = experts.width, 2 * experts.width, config.hidden_size
         return {experts.count * self.tokens * width for width in widths}
 
-    def experts_read(self, loop: hlo.Instruction) -> int:
-        """Returns the iterations of a loop: the expected number of experts of its rows in a loop over experts, or 1."""
+    def experts_read(self, one: hlo.Instruction) -> int:
+        """Returns the expected number of experts that a loop over experts or a kernel reads, or 1."""
         config = self.target.config
-        if config.experts is None or not re.search(r'op_name="[^"]*/experts/while"', loop.rest):
+        if (experts := config.experts) is None:
             return 1
-        rows = next(n for n, *_, width in hlo.float_shapes(loop.type) if width == config.hidden_size)
-        return round(ExpertReads(config.experts.count, config.experts.per_token, 1.0).expected(rows))
+        if re.search(r'op_name="[^"]*/experts/while"', one.rest):
+            rows = next(n for n, *_, width in hlo.float_shapes(one.type) if width == config.hidden_size)
+        elif hlo.is_kernel(one) and re.search(r'op_name="[^"]*/expert_(units|outputs)', one.rest):
+            most, rows = self._units_of_experts(one)
+            rows = most // experts.per_token if most < experts.count else rows
+        else:
+            return 1
+        return round(ExpertReads(experts.count, experts.per_token, 1.0).expected(rows))
+
+    def _units_of_experts(self, kernel: hlo.Instruction) -> tuple[int, int]:
+        """Returns the sizes U and M of the hidden units of experts, which a kernel writes or reads."""
+        types = {each.name: each.type for part in self.parts.values() for each in part}
+        shapes = [hlo.shape(type) for type in (types[kernel.operands[0]], kernel.type)]
+        return next(found[:2] for found in shapes if len(found) == 3)
 
 
 def int32(*shape: int) -> Any:

@@ -528,8 +528,8 @@ MUTANTS = (
         "pallas-second-tile-of-inputs",
         "products in Pallas read the inputs in smaller tiles for more rows, as timed kernels do (XLA, cuBLAS)",
         "models/products_pallas.py",
-        'inputs = _tile(self.inputs // segments, tile.inputs, "inputs")',
-        'inputs = _tile(self.inputs // segments, tile.inputs if len(self.rows) < 64 else 16, "inputs")',
+        'inputs = tile_size(self.inputs // segments, tile.inputs, "inputs")',
+        'inputs = tile_size(self.inputs // segments, tile.inputs if len(self.rows) < 64 else 16, "inputs")',
         ("tests/models/test_products_pallas.py::test_sums_are_chains_over_tiles_and_trees_over_segments[64]",),
     ),
     Mutant(
@@ -600,8 +600,8 @@ MUTANTS = (
         "exact-texts-of-tiles-by-rows",
         "with exact=True, products in Pallas read the inputs in smaller tiles for more rows, and a draft changes the text",
         "models/products_pallas.py",
-        'inputs = _tile(self.inputs // segments, tile.inputs, "inputs")',
-        'inputs = _tile(self.inputs // segments, tile.inputs if len(self.rows) < 32 else 16, "inputs")',
+        'inputs = tile_size(self.inputs // segments, tile.inputs, "inputs")',
+        'inputs = tile_size(self.inputs // segments, tile.inputs if len(self.rows) < 32 else 16, "inputs")',
         ("tests/models/test_exact_texts.py::test_drafts_and_other_rows_change_no_bit[bfloat16-model-dynamic]",),
     ),
     Mutant(

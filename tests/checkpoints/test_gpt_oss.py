@@ -1,5 +1,7 @@
 """Tests files of gpt-oss: experts in MXFP4, GGUF beside Hugging Face, texts, meshes, and what is refused."""
 
+import json
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,12 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from helpers.checkpoints import assert_same_params
-from helpers.families import random_tensor, tokens_of, write_checkpoint
+from helpers.converted import digest, read_metadata
+from helpers.families import tokens_of, write_checkpoint
+from helpers.gpt_oss_files import CASE, SETTINGS, SHAPES, packed, write_blocks, write_gguf
 from helpers.logits import GOLDEN, POSITIONS, logits_in_pieces
 from helpers.narrow import not_none
+from helpers.paths import GOLDEN_DIR
 from helpers.tiers import with_slow
 from jaxspec.checkpoints.hf_experts import decode_mxfp4
 from jaxspec.checkpoints.hf_families import read_config
@@ -22,20 +27,7 @@ from jaxspec.kernels.library import kernels_available
 from jaxspec.models.kernels import with_kernels
 from jaxspec.models.rows import Gate
 
-CASE = "gpt-oss"
-SETTINGS, SHAPES = GOLDEN[CASE]["settings"], GOLDEN[CASE]["shapes"]
-TENSORS = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "post_attention_norm.weight",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.sinks": "attn_sinks.weight",
-    "mlp.router": "ffn_gate_inp",
-    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
-}
-"""The names in GGUF files, by llama.cpp's conversion/gpt_oss.py."""
+CONVERTED = json.loads((GOLDEN_DIR / "converted.json").read_text())["gpt-oss"]
 
 
 @pytest.fixture(scope="module")
@@ -50,110 +42,42 @@ def target(folder):
     return load(folder)
 
 
-def write_gguf(path, metadata=None):
-    """Writes the model of the case as llama.cpp's converter does."""
-    writer = gguf.GGUFWriter(path, CASE)
-    entries = {
-        "block_count": SETTINGS["num_hidden_layers"],
-        "context_length": SETTINGS["max_position_embeddings"],
-        "embedding_length": SETTINGS["hidden_size"],
-        "feed_forward_length": SETTINGS["intermediate_size"],
-        "expert_feed_forward_length": SETTINGS["intermediate_size"],
-        "attention.head_count": SETTINGS["num_attention_heads"],
-        "attention.head_count_kv": SETTINGS["num_key_value_heads"],
-        "attention.key_length": SETTINGS["head_dim"],
-        "attention.value_length": SETTINGS["head_dim"],
-        "attention.sliding_window": SETTINGS["sliding_window"],
-        "expert_count": SETTINGS["num_local_experts"],
-        "expert_used_count": SETTINGS["num_experts_per_tok"],
-        "rope.scaling.original_context_length": SETTINGS["rope_scaling"]["original_max_position_embeddings"],
-    }
-    for key, value in (entries | (metadata or {})).items():
-        writer.add_uint32(f"{CASE}.{key}", value)
-    writer.add_string(f"{CASE}.rope.scaling.type", "yarn")
-    writer.add_float32(f"{CASE}.rope.scaling.factor", SETTINGS["rope_scaling"]["factor"])
-    writer.add_float32(f"{CASE}.rope.freq_base", SETTINGS["rope_theta"])
-    writer.add_float32(f"{CASE}.attention.layer_norm_rms_epsilon", SETTINGS["rms_norm_eps"])
-    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    for name, shape in SHAPES.items():
-        array = random_tensor(CASE, name, shape)
-        if not name.startswith("model.layers."):
-            writer.add_tensor(names.get(name, "output.weight"), array)
-            continue
-        layer, part = name.removeprefix("model.layers.").split(".", 1)
-        if part.startswith("mlp.experts.gate_up_proj"):
-            kind = "bias" if part.endswith("_bias") else "weight"
-            array = array if kind == "bias" else array.swapaxes(1, 2)
-            for i, half in enumerate(("gate", "up")):
-                own = array[:, i::2]
-                writer.add_tensor(f"blk.{layer}.ffn_{half}_exps.{kind}", np.ascontiguousarray(own))
-        elif part == "mlp.experts.down_proj":
-            writer.add_tensor(f"blk.{layer}.ffn_down_exps.weight", np.ascontiguousarray(array.swapaxes(1, 2)))
-        else:
-            for old, new in TENSORS.items():
-                part = part.replace(old, new)
-            writer.add_tensor(f"blk.{layer}.{part}", array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+@pytest.fixture(scope="module")
+def folders(folder, tmp_path_factory):
+    """Directories by the type of their experts: "mxfp4" and "decoded" are one model."""
+    blocks, floats = write_blocks(tmp_path_factory.mktemp("mxfp4"))
+    return {"float32": folder, "mxfp4": blocks, "decoded": floats}
 
 
-def test_a_gguf_file_is_the_same_model(folder, tmp_path):
-    own, other = open_checkpoint(folder), open_checkpoint(write_gguf(tmp_path / "model.gguf"))
+@pytest.mark.parametrize("experts", ["float32", "mxfp4"])
+def test_files_written_here_are_those_of_the_converter(folders, tmp_path, experts):
+    path, golden = write_gguf(tmp_path / "model.gguf", folders[experts]), CONVERTED[experts]
+    assert read_metadata(path) == golden["metadata"]
+    tensors = {tensor.name: digest(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+    assert tensors.keys() == golden["tensors"].keys()
+    for name, (shape, total) in golden["tensors"].items():
+        assert tensors[name][0] == shape, name
+        np.testing.assert_allclose(tensors[name][1], total, rtol=0, atol=2e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("experts", ["float32", "mxfp4"])
+def test_a_gguf_file_is_the_same_model(folders, tmp_path, experts):
+    own = open_checkpoint(folders[experts])
+    other = open_checkpoint(write_gguf(tmp_path / "model.gguf", folders[experts]))
     assert own.config == other.config
     assert_same_params(read_params(other), read_params(own))
 
 
 def test_mxfp4_is_that_of_ggml():
-    """In ggml's blocks the exponent comes first, and byte i holds the codes i and i + 16."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 5, 2, 16), np.uint8)
     scales = rng.integers(100, 150, (3, 5, 2), np.uint8)
-    codes = np.stack([blocks & 15, blocks >> 4], -1).reshape(*blocks.shape[:-1], 32)
-    raw = np.concatenate([scales[..., None], codes[..., :16] | codes[..., 16:] << 4], -1)
-    kind = gguf.GGMLQuantizationType.MXFP4
-    expected = gguf.quants.dequantize(raw.reshape(3, 5, -1), kind)
+    expected = gguf.quants.dequantize(packed(blocks, scales), gguf.GGMLQuantizationType.MXFP4)
     np.testing.assert_array_equal(decode_mxfp4(blocks, scales), expected)
 
 
-def write_blocks(path):
-    """Writes a model whose experts are in MXFP4, and the same model with floats; returns both directories."""
-    settings = SETTINGS | {"hidden_size": 64, "intermediate_size": 32}
-    shapes: dict[str, list[int]] = {}
-    for name, shape in SHAPES.items():
-        shapes[name] = [64 if size in (32, 40) else 32 if size == 20 else size for size in shape]
-    heads = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
-    for name in shapes:
-        for kind, rows in heads.items():
-            if f"self_attn.{kind}." in name:
-                shapes[name] = [rows, *shapes[name][1:]]
-        if "embed_tokens" in name or "lm_head" in name:
-            shapes[name] = [48, 64]
-        elif "o_proj.weight" in name:
-            shapes[name] = [64, 64]
-    write_checkpoint(path / "floats", CASE, settings, shapes)
-    quantized = settings | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    write_checkpoint(path / "blocks", CASE, quantized, {})
-    rng, floats = np.random.default_rng(1), load_file(path / "floats" / "model.safetensors")
-    packed = {}
-    for name, array in list(floats.items()):
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            packed[name] = array
-            continue
-        experts, inputs, outputs = array.shape
-        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
-        scales = rng.integers(120, 126, blocks.shape[:3], np.uint8)
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        floats[name] = np.ascontiguousarray(decode_mxfp4(blocks, scales).swapaxes(1, 2))
-    save_file(floats, path / "floats" / "model.safetensors", metadata={"format": "pt"})
-    save_file(packed, path / "blocks" / "model.safetensors", metadata={"format": "pt"})
-    return path / "blocks", path / "floats"
-
-
-def test_experts_in_mxfp4(tmp_path):
-    blocks, floats = write_blocks(tmp_path)
+def test_experts_in_mxfp4(folders):
+    blocks, floats = folders["mxfp4"], folders["decoded"]
     own, other = open_checkpoint(blocks), open_checkpoint(floats)
     assert own.config == other.config
     assert_same_params(read_params(own), read_params(other))
@@ -216,7 +140,7 @@ def test_kernels_are_refused_in_one_line(folder, target, tmp_path):
     with pytest.raises(InvalidConfig, match="there are no CPU kernels for attention sinks"):
         with_kernels(target)
     with pytest.raises(InvalidConfig, match="dtype 'file' needs the CPU kernels, but there are no CPU kernels for"):
-        load(write_gguf(tmp_path / "model.gguf"), dtype="file")
+        load(write_gguf(tmp_path / "model.gguf", folder), dtype="file")
     with pytest.raises(InvalidConfig, match="exact=True needs the CPU kernels"):
         load(folder, exact=True)
     with pytest.raises(InvalidConfig, match="attention='pallas'"):

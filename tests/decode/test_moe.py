@@ -111,3 +111,5 @@ def test_devices_that_share_layers_have_the_logits_of_one():
         assert found["difference"] < 1e-5
         assert found["sums"] <= 3
         assert found["share"] == 0.5
+        assert found["whole experts"] == 0
+        assert found["shared experts"] < 1e-5

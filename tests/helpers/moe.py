@@ -5,14 +5,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxspec
 from helpers.narrow import not_none
 from helpers.toys import SIZES, lively, noisy
 from jaxspec.core.mesh import make_mesh
 from jaxspec.core.records import Window
+from jaxspec.models import experts
+from jaxspec.models.columns import group_by_shard
 from jaxspec.models.config import DeltaSizes, Experts
-from jaxspec.models.quantized import quantize
+from jaxspec.models.quantized import Quantized, quantize
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
 
@@ -29,7 +32,7 @@ ON_FOUR = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from helpers import moe
-print(json.dumps([moe.on_four(int8) for int8 in (False, True)]))
+print(json.dumps([moe.on_four(int8) | moe.with_kernels_for_gpus(int8) for int8 in (False, True)]))
 """
 
 
@@ -59,3 +62,29 @@ def on_four(int8: bool) -> dict:
         "sums": not_none(program.as_text()).count(" all-reduce("),
         "share": down.addressable_shards[0].data.size / down.size,
     }
+
+
+def layer_for_pallas(kind: str, biases: bool = False) -> tuple:
+    """Returns a layer of 12 experts whose sizes suit the kernels for GPUs: how it is computed, and its arrays."""
+    sizes, rng = Experts(12, 3, 64, biases=biases), np.random.default_rng(20)
+    how = experts._How(sizes, "clamped_silu" if biases else "silu", 1)
+    shapes = (12, 64, 128), (12, 64, 64)
+    matrices = [(rng.normal(size=shape) * shape[1] ** -0.5).astype(np.float32) for shape in shapes]
+    stored = [Quantized.quantize(a) if kind == "int8" else jnp.asarray(a, kind) for a in matrices]
+    rows, router = rng.normal(size=(128, 64)).astype(np.float32), rng.normal(size=(64, 12))
+    bias = rng.normal(size=(12, 128)).astype(np.float32) if biases else None
+    return how, *jax.device_put((rows, (rows @ router).astype(np.float32), *stored, bias))
+
+
+def with_kernels_for_gpus(int8: bool) -> dict:
+    """Compares two devices that share each expert, and two that have all experts, with one device."""
+    how, *arrays = layer_for_pallas("int8" if int8 else "bfloat16")
+    expected = experts._with_pallas(how, *arrays, interpret=True)
+    own = dataclasses.replace(CONFIG, experts=how.sizes)
+    grouped = [*arrays[:2], group_by_shard("experts_gate_up", arrays[2], own, 2), *arrays[3:]]
+    found = {}
+    with jax.set_mesh(make_mesh(1, 2)):
+        for name, shards, given in (("whole experts", 1, arrays), ("shared experts", 2, grouped)):
+            form = functools.partial(experts._with_pallas, how._replace(shards=shards), interpret=True)
+            found[name] = float(jnp.abs(jax.jit(form)(*given) - expected).max())
+    return found

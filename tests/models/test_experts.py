@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.moe import CONFIG, LM
+from helpers.moe import CONFIG, LM, layer_for_pallas
 from jaxspec.errors import InvalidConfig
 from jaxspec.kernels import calls, library
-from jaxspec.models import experts
+from jaxspec.models import experts, experts_pallas
 from jaxspec.models.config import EXPERT_MATRICES, Experts, ModelConfig
 from jaxspec.models.exact import resolve_exact
 from jaxspec.models.execution import Execution
@@ -69,12 +69,48 @@ def test_the_forms_for_accelerators_have_the_same_sum():
     how = experts._How(SIZES, "silu", 1)
     expected = jax.jit(functools.partial(experts._with_loop, how))(rows[0], logits, *matrices)
     huge = [matrices[0], matrices[1].at[int(jnp.argmax(logits[0]))].set(3e38)]
-    for form in (experts._grouped, experts._dense):
-        of_form = jax.jit(functools.partial(form, how))
-        np.testing.assert_allclose(of_form(rows[0], logits, *matrices), expected, atol=1e-5)
-        sound = np.isfinite(of_form(100 * rows[0], logits, *huge)).all(1)
-        assert not sound[0]
-        assert sound.any()
+    of_form = jax.jit(functools.partial(experts._grouped, how))
+    np.testing.assert_allclose(of_form(rows[0], logits, *matrices), expected, atol=1e-5)
+    sound = np.isfinite(of_form(100 * rows[0], logits, *huge)).all(1)
+    assert not sound[0]
+    assert sound.any()
+
+
+@pytest.mark.parametrize(("kind", "biases"), [("bfloat16", False), ("bfloat16", True), ("int8", False)])
+def test_the_kernels_for_gpus_have_the_same_sum_and_no_row_depends_on_another(kind, biases):
+    how, rows, logits, gate_up, down, bias = layer_for_pallas(kind, biases)
+    kernels = jax.jit(functools.partial(experts._with_pallas, how, interpret=True))
+    all_rows = np.asarray(kernels(rows, logits, gate_up, down, bias))
+    expected = jax.jit(functools.partial(experts._with_loop, how))(rows, logits, gate_up, down, bias)
+    # On a CPU, the loop does not round rows for int8 matrices.
+    np.testing.assert_allclose(all_rows, expected, atol=0.02 if kind == "int8" else 2e-6)
+    for count in (1, 5, 16, 33, 70):
+        some = kernels(rows[-count:], logits[-count:], gate_up, down, bias)
+        np.testing.assert_array_equal(some, all_rows[-count:])
+    broken, changed = rows.at[3, 5].set(jnp.nan), logits.at[4].set(jnp.nan)
+    out = np.asarray(kernels(broken, changed, gate_up, down, bias))
+    assert np.isnan(out[[3, 4]]).all()
+    np.testing.assert_array_equal(np.delete(out, [3, 4], 0), np.delete(all_rows, [3, 4], 0))
+
+
+def test_an_expert_that_overflows_in_the_kernels_for_gpus_harms_only_its_rows():
+    how, rows, logits, gate_up, down, _ = layer_for_pallas("bfloat16", False)
+    expert = int(logits[0].argmax())
+    huge = down.at[expert].set(3e38)
+    out = np.asarray(experts._with_pallas(how, 100 * rows, logits, gate_up, huge, interpret=True))
+    mine = (np.asarray(experts.route(how.sizes, logits).chosen) == expert).any(1)
+    assert 0 < mine.sum() < len(mine)
+    np.testing.assert_array_equal(np.isfinite(out).all(1), ~mine)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "expected"),
+    [(128, {}, True), (129, {}, False), (4, {"dtype": "float32"}, False), (4, {"width": 40}, False)],
+)
+def test_the_kernels_for_gpus_are_for_few_rows_and_for_their_types_and_sizes(rows, changes, expected):
+    width, dtype = changes.get("width", 48), changes.get("dtype", "bfloat16")
+    matrices = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((12, 64, 2 * width), (12, width, 64)))
+    assert experts_pallas.has_kernels(rows, *matrices) is expected
 
 
 def rows_of(seed: int, batch: int, tokens: int):
