@@ -8,6 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,8 +30,8 @@ from jaxspec.models.transformer import TransformerLM
 if TYPE_CHECKING:
     from jaxspec.models.model import Model
 
-UNCOLLECTED = ("embed", "head")
-"""Tables of which the layers of a network read a few rows, or no rows."""
+EMBEDDING, HEAD = "embed", "head"
+"""Names of the tables of which the layers of a network read a few rows, or no rows."""
 
 
 def shard(model: "Model", mesh: Mesh) -> "Model":
@@ -186,16 +187,55 @@ def collect(params: Params, mesh: Mesh) -> Params:
 
     For matrices that are split over "data", as rows are, XLA would multiply the parts, and add up activations over all
     devices. Each matrix is smaller than the activations of the rows that a device reads. The constraint makes XLA
-    collect the matrix instead, when its layer runs. The embedding stays split, because few of its rows are read.
+    collect the matrix instead, when its layer runs. The embedding stays split, because few of its rows are read; see
+    `SplitTable`.
     """
 
     def whole(path: tuple, leaf: Any) -> Any:
         name = str(getattr(path[-1], "key", ""))
-        if name in UNCOLLECTED:
+        if name == HEAD:
             return leaf
+        if name == EMBEDDING:
+            return SplitTable(leaf, mesh)
         return jax.tree.map(jax.lax.with_sharding_constraint, leaf, _shardings(name, leaf, mesh))
 
     return jax.tree_util.tree_map_with_path(whole, params, is_leaf=_is_quantized)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitTable:
+    """An embedding table inside a program, whose columns are split over the axis "data", as rows of tokens are.
+
+    Each device reads its columns of the embeddings of all tokens, and the devices exchange them for all columns of the
+    embeddings of their own tokens. XLA would collect the whole table, or the embeddings of all tokens on every device.
+
+    Attributes:
+        values: the table `[V, E]`, an array or a `Quantized`.
+        mesh: the devices.
+    """
+
+    values: Any
+    mesh: Mesh = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def __getitem__(self, tokens: Any) -> Any:
+        if tokens is Ellipsis:
+            return self
+
+        def on(spec: P) -> NamedSharding:
+            return NamedSharding(self.mesh, spec)
+
+        rows: Any = self.values[jax.lax.with_sharding_constraint(tokens, on(P()))]
+        if isinstance(rows, Quantized):
+            rows = rows.astype(jnp.float32)
+        if rows.shape[-1] % self.mesh.shape[DATA]:  # such columns are not split
+            return rows
+        columns = jax.lax.with_sharding_constraint(rows, on(P(None, None, DATA)))
+        return jax.lax.with_sharding_constraint(columns, on(P(DATA)))
 
 
 def _is_quantized(leaf: Any) -> bool:

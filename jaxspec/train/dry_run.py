@@ -185,7 +185,7 @@ def dry_run(target: Model, settings: TrainSettings, start: Any = None, on: str =
     """
     plan = plan_run(target, settings, start, on)
     with without_xla_flags() if on.startswith(TPUS) else contextlib.nullcontext():
-        programs = list(map(_compile, plan.traced))
+        programs = list(map(compile_program, plan.traced))
     return DryRun(**vars(plan), programs=programs)
 
 
@@ -321,7 +321,7 @@ def _trace(
     return TracedProgram(name, traced, flops, _bytes(arguments))
 
 
-def _compile(program: TracedProgram) -> Program:
+def compile_program(program: TracedProgram) -> Program:
     """Compiles a program."""
     name, flops = program.name, program.flops
     try:

@@ -7,7 +7,7 @@ EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.1), and what the drafter do
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 import jax
@@ -106,50 +106,70 @@ class EagleTrainee(HeadTrainee):
         return cls.of(config, settings.drafted, given.get("feature_loss", 0.0), given.get("noise", 0.0))
 
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
-        """Yields the guesses of each step. The backward pass recomputes the layers of each step."""
-        features, steps = batch.features.astype(jnp.float32), jnp.arange(batch.tokens.shape[1])
+        """Yields the guesses of each step. The backward pass recomputes the layers of each step.
+
+        The steps are a loop in the program. Otherwise XLA would take minutes to compile some steps of large heads.
+        """
+        rows, c = batch.tokens.shape, self.config.decoder
+        features, places = batch.features.astype(jnp.float32), jnp.arange(rows[1])
         params = with_ids(params, frozen.ids)
         states = make_network(self.config, params).fuse(self._with_noise(features, batch))
-        sees = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (steps[:, None] >= steps)
-        kept: list[list[KV]] = []
-        for _ in range(self.drafted):
-            states, new, projected = self._step(params, frozen, states, batch.tokens, kept, sees)
-            kept = [*kept, new]
-            yield Guess(projected, self._distance(states, features) if self.feature_loss else None)
+        sees = (batch.segments[:, :, None] == batch.segments[:, None, :]) & (places[:, None] >= places)
+        table = params["embed"] if self.config.own_embedding else frozen.embed
+        assert table is not None
+        words = look_up(table, jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, self.drafted))))
+        empty = jnp.zeros((self.drafted, rows[0], c.num_kv_heads, rows[1], c.head_dim), params["fc"].dtype)
+        seen = [KV(empty, empty) for _ in range(c.num_layers)]
+        policy = jax.checkpoint_policies.save_only_these_names(ATTENTION)
 
-    @functools.partial(
-        jax.checkpoint, static_argnums=0, policy=jax.checkpoint_policies.save_only_these_names(ATTENTION)
-    )
+        @functools.partial(jax.checkpoint, prevent_cse=False, policy=policy)
+        def take_step(carry: tuple[Array, list[KV]], step: Array) -> tuple[tuple[Array, list[KV]], tuple[Array, Any]]:
+            read = lax.dynamic_slice_in_dim(words, step, rows[1], axis=1)
+            states, seen, projected = self._step(params, *carry, read, step, sees)
+            distance = self._distance(states, features) if self.feature_loss else None
+            return (states, seen), (projected, distance)
+
+        _, guesses = lax.scan(take_step, (states, seen), jnp.arange(self.drafted))
+        for step in range(self.drafted):
+            yield Guess(*jax.tree.map(lambda leaf, step=step: leaf[step], guesses))
+
     def _step(
         self,
         params: Params,
-        frozen: FrozenTarget,
         states: Float[Array, "B T E"],
-        tokens: Int[Array, "B T"],
-        kept: list[list[KV]],
+        seen: list[KV],
+        words: Float[Array, "B T E"],
+        step: Int[Array, ""],
         sees: Bool[Array, "B T T"],
     ) -> tuple[Float[Array, "B T E"], list[KV], Float[Array, "B T E"]]:
-        """Computes the step after the steps in `kept`.
+        """Computes a step.
+
+        Args:
+            params: the parameters, with the ids of a reduced vocabulary.
+            states: the states of the step before.
+            seen: for each layer, keys and values `[S, B, H, T, K]` of the steps before this step.
+            words: the embeddings of the tokens that the rows read.
+            step: the number of the step.
+            sees: mask of the rows of step 0 that each row attends to.
 
         Returns:
-            Its states, the keys and values of each layer, and the input of the projection to logits.
+            Its states, keys and values with those of this step, and the input of the projection to logits.
         """
-        head, c, new = make_network(self.config, params), self.config.decoder, []
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) + len(kept), tokens.shape)
-        turned = rotation(positions, c.rope, c.head_dim)
+        head, c = make_network(self.config, params), self.config.decoder
+        positions = jnp.broadcast_to(jnp.arange(words.shape[1]) + step, words.shape[:2])
+        turned, kept = rotation(positions, c.rope, c.head_dim), list(seen)
         scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
 
         def attention(layer: int, read: Array) -> Array:
             block = head.layers[layer]
             queries, own, gate = block.heads(read, turned, params["fc"].dtype)
-            new.append(own)
-            mixed = attend_to_rows_and_chain(queries, [*(step[layer] for step in kept), own], sees, scale)
-            return block.join(mixed, gate)
+            kept[layer] = jax.tree.map(
+                lambda every, new: lax.dynamic_update_index_in_dim(every, new, step, 0), kept[layer], own
+            )
+            return block.join(attend_to_rows_and_chain(queries, kept[layer], step, sees, scale), gate)
 
-        table = params["embed"] if self.config.own_embedding else frozen.embed
-        assert table is not None
-        states = head.run(states, look_up(table, shift_left(tokens, 1 + len(kept))), attention)
-        return states, new, head.projected(states)
+        states = head.run(states, words, attention)
+        return states, kept, head.projected(states)
 
     def projection(self, params: Params) -> list[Array]:
         """Returns the head's own projection in a list, which is empty if the head uses the target's projection."""
@@ -177,40 +197,49 @@ class EagleTrainee(HeadTrainee):
 
 
 def attend_to_rows_and_chain(
-    queries: Float[Array, "B H G T K"], seen: Sequence[KV], sees: Bool[Array, "B T T"], scale: float
+    queries: Float[Array, "B H G T K"], seen: KV, step: Int[Array, ""] | int, sees: Bool[Array, "B T T"], scale: float
 ) -> Float[Array, "B H G T K"]:
     """Computes attention of row t to the rows up to t of step 0, and only to row t of later steps.
 
-    One softmax over T + s scores is enough, without a mask over all steps, because a row of a later step continues its
-    own chain and does not attend to other chains.
+    One softmax over T + S - 1 scores is enough, without a mask over all steps, because a row of a later step continues
+    its own chain and does not attend to other chains.
 
     Args:
-        queries: queries of step s.
-        seen: keys and values of the steps 0 to s.
+        queries: queries of a step.
+        seen: keys and values `[S, B, H, T, K]` of all steps. The entries of steps after this step are not read.
+        step: the number of the step.
         sees: mask of the rows of step 0 that each row attends to.
         scale: factor that the scores are multiplied by.
     """
-    chain = None
-    if len(seen) > 1:
-        # The conversion to float32 is exact. It is needed because XLA:CPU has no bfloat16 product of so few columns.
-        chain = KV(*(jnp.stack(each, axis=3).astype(jnp.float32) for each in zip(*seen[1:])))
-    attend = functools.partial(_attend, seen[0], scale)
+    # The conversion to float32 is exact. It is needed because XLA:CPU has no bfloat16 product of so few columns.
+    first, chain = KV(*(every[0] for every in seen)), KV(*(every[1:].astype(jnp.float32) for every in seen))
+    attend = functools.partial(_attend, first, step, scale)
     if queries.shape[3] <= (size := query_chunks.QUERIES_AT_ONCE):
         return attend(queries, sees, chain)
-    mixed = query_chunks.attend_in_chunks(attend, size, (queries, sees, chain), (3, 1, 2), (0, True, 0), out=3)
+    mixed = query_chunks.attend_in_chunks(attend, size, (queries, sees, chain), (3, 1, 3), (0, True, 0), out=3)
     return checkpoint_name(mixed, ATTENTION)
 
 
 def _attend(
-    first: KV, scale: float, queries: Float[Array, "B H G C K"], sees: Bool[Array, "B C T"], chain: KV | None
+    first: KV,
+    step: Int[Array, ""] | int,
+    scale: float,
+    queries: Float[Array, "B H G C K"],
+    sees: Bool[Array, "B C T"],
+    chain: KV,
 ) -> Float[Array, "B H G C K"]:
-    """Computes `attend_to_rows_and_chain` for some queries; `chain` has their keys and values `[B, H, C, s, K]`."""
+    """Computes `attend_to_rows_and_chain` for some queries; `chain` has their keys and values `[S - 1, B, H, C, K]`.
+
+    The scores of both parts are not concatenated, because T + S - 1 scores would have a layout with padding on a TPU.
+    """
     precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
     dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(sees[:, None, None], dot("bhgtk,bhjk->bhgtj", queries, first.keys) * scale, -jnp.inf)
-    if chain is None:
-        return dot("bhgtj,bhjk->bhgtk", jax.nn.softmax(scores, -1).astype(queries.dtype), first.values)
-    own = dot("bhgtk,bhtsk->bhgts", queries, chain.keys) * scale
-    weights, size = jax.nn.softmax(jnp.concatenate([scores, own], -1), -1), scores.shape[-1]
-    mixed = dot("bhgtj,bhjk->bhgtk", weights[..., :size].astype(queries.dtype), first.values)
-    return mixed + dot("bhgts,bhtsk->bhgtk", weights[..., size:], chain.values)
+    rows = jnp.where(sees[:, None, None], dot("bhgtk,bhjk->bhgtj", queries, first.keys) * scale, -jnp.inf)
+    own = dot("bhgtk,sbhtk->sbhgt", queries, chain.keys) * scale
+    reached = jnp.arange(len(own)) < step
+    own = jnp.where(reached[:, None, None, None, None], own, -jnp.inf)
+    top = lax.stop_gradient(jnp.maximum(rows.max(-1), own.max(0, initial=-jnp.inf)))
+    rows, own = jnp.exp(rows - top[..., None]), jnp.exp(own - top)
+    mixed = dot("bhgtj,bhjk->bhgtk", rows.astype(queries.dtype), first.values)
+    mixed = mixed + dot("sbhgt,sbhtk->bhgtk", own, chain.values)
+    return mixed / (rows.sum(-1) + own.sum(0))[..., None]

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.compute_on import compute_on
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.core import cache as caches
 from jaxspec.decode import target_call
-from jaxspec.models import layer_calls
+from jaxspec.models import layer_calls, sharding
+from jaxspec.train import placement
 
 
 def copied_cache(monkeypatch):
@@ -49,3 +52,41 @@ def joined_calls(monkeypatch):
     """XLA compiles the target's call together with the operations of the drafter and the rule."""
     for module in (target_call, layer_calls):
         monkeypatch.setattr(module, "lax", types.SimpleNamespace(optimization_barrier=lambda values: values))
+
+
+def gathered_activations(monkeypatch):
+    """Every device has the embeddings of all tokens, as XLA chooses for a table whose columns are split."""
+
+    def take(self, tokens):
+        return self if tokens is Ellipsis else lax.with_sharding_constraint(self.values[tokens], _whole(self.mesh))
+
+    monkeypatch.setattr(sharding.SplitTable, "__getitem__", take)
+
+
+def gathered_embedding(monkeypatch):
+    """Every device collects the embedding of a target in training."""
+
+    def take(self, tokens):
+        return self if tokens is Ellipsis else lax.with_sharding_constraint(self.values, _whole(self.mesh))[tokens]
+
+    monkeypatch.setattr(sharding.SplitTable, "__getitem__", take)
+
+
+def added_activations(monkeypatch):
+    """The target's matrices are multiplied where they lie, so that products are added up over devices."""
+    monkeypatch.setattr(sharding, "collect", lambda params, mesh: params)
+
+
+def whole_gradients(monkeypatch):
+    """Every device receives the whole sum of all gradients, and keeps its part."""
+
+    def add_up(total, axes, *, scatter_dimension, tiled):
+        size = total.shape[scatter_dimension] // lax.axis_size(axes)
+        whole = lax.optimization_barrier(lax.psum(total, axes))
+        return lax.dynamic_slice_in_dim(whole, lax.axis_index(axes) * size, size, scatter_dimension)
+
+    monkeypatch.setattr(placement, "lax", types.SimpleNamespace(**vars(lax) | {"psum_scatter": add_up}))
+
+
+def _whole(mesh):
+    return NamedSharding(mesh, P())

@@ -121,11 +121,11 @@ def test_attention_to_rows_and_chain_in_chunks(steps, monkeypatch):
     """Also the gradients, and with a last chunk that is padded."""
     rng = np.random.default_rng(0)
     queries = jnp.asarray(rng.normal(size=(2, 2, 3, 11, 8)), jnp.float32)
-    seen = [KV(*(jnp.asarray(rng.normal(size=(2, 2, 11, 8)), jnp.float32) for _ in range(2))) for _ in range(steps)]
+    seen = KV(*(jnp.asarray(rng.normal(size=(steps + 1, 2, 2, 11, 8)), jnp.float32) for _ in range(2)))
     sees = jnp.asarray(np.tril(np.ones((11, 11), bool)) & (rng.random((2, 11, 11)) < 0.7)) | jnp.eye(11, dtype=bool)
 
     def mixed(queries, seen):
-        out = attend_to_rows_and_chain(queries, seen, sees, 0.3)
+        out = attend_to_rows_and_chain(queries, seen, steps - 1, sees, 0.3)
         return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
 
     both = []

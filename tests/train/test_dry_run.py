@@ -1,7 +1,6 @@
 """Tests what a dry run says before a run, against the run's own arrays and programs."""
 
 import dataclasses
-import functools
 import json
 import math
 
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxspec
-from helpers import toys, trainees
+from helpers import defects, toys, trainees
 from helpers.narrow import instance
-from jaxspec.backend.chips import Chip
+from jaxspec.backend.chips import Chip, without_xla_flags
 from jaxspec.cli import main, show
 from jaxspec.errors import InvalidConfig
 from jaxspec.train import dry_run as planned
@@ -129,57 +128,70 @@ def test_the_command_reads_a_config_alone(tmp_path, capsys, monkeypatch):
     assert main([*map(str, command), "--dry-run", "--dtype", "int8"]) == 2
 
 
-VOCAB, DRAFTED, WIDTH = 2**14, 2**12, 512
+VOCAB, DRAFTED = 2**14, 2**12
+SIZES = {"vocab_size": VOCAB, "hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 8}
+SIZES |= {"num_layers": 2, "head_dim": 64}
+DEPTH = 3
+"""Guesses of the heads. A step multiplies by each matrix once for each guess."""
 
 
-@functools.cache
-def compiled_for_tpus() -> tuple[planned.Program, planned.Program, planned.Program, dict[str, list[tuple[int, ...]]]]:
-    """The features, the steps of two and of three guesses on eight chips, and the shapes of the large matrices."""
+def compile_for_tpus(name: str, monkeypatch) -> tuple[planned.Program, list[tuple[int, ...]]]:
+    """Returns the features or the step of EAGLE-3 heads on eight chips, and the shapes of the large matrices."""
     pytest.importorskip("libtpu")
-    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 8}
-    lm = toys.transformer("bfloat16", **sizes, head_dim=64)
+    monkeypatch.setattr(placement, "MIN_SPLIT_ELEMENTS", 2**16)
+    lm = toys.transformer("bfloat16", **SIZES)
     target = jaxspec.Model(lm, planned.shapes_of(lm), name="wide")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "MIN_SPLIT_ELEMENTS", 2**16)
-        programs = []
-        for depth in (2, 3):
-            settings = jaxspec.Eagle3Settings(
-                depth=depth, taps="1,2,3", draft_vocab=DRAFTED, batch=8, row_tokens=256, precision="bfloat16"
-            )
-            programs.append(planned.dry_run(target, settings, on="v5e:2x4").programs)
-    trainee = instance(HeadTrainee, settings.trainee(trainees.target(**sizes, head_dim=64)))
-    heads = jax.eval_shape(lambda: trainee.init_params(trainees.target(**sizes, head_dim=64), np.arange(DRAFTED)))
-    matrices = {
-        "target": [leaf.shape for leaf in jax.tree.leaves(target.params["layers"]) if leaf.ndim > 1],
-        "heads": [leaf.shape for leaf in jax.tree.leaves(heads) if leaf.size >= 2**16],
-    }
-    return *programs[0], programs[1][1], matrices
+    settings = jaxspec.Eagle3Settings(
+        depth=DEPTH, taps="1,2", draft_vocab=DRAFTED, batch=8, row_tokens=256, precision="bfloat16"
+    )
+    plan = planned.plan_run(target, settings, on="v5e:2x4")
+    with without_xla_flags():
+        program = planned.compile_program(next(one for one in plan.traced if one.name == name))
+    if name == "features":
+        return program, [leaf.shape for leaf in jax.tree.leaves(target.params["layers"]) if leaf.ndim > 1]
+    trainee = instance(HeadTrainee, settings.trainee(trainees.target(**SIZES)))
+    heads = jax.eval_shape(lambda: trainee.init_params(trainees.target(**SIZES), np.arange(DRAFTED)))
+    return program, [leaf.shape for leaf in jax.tree.leaves(heads) if leaf.size >= 2**16]
+
+
+def find_wrong(name: str, monkeypatch) -> list[str]:
+    """Returns what is exchanged between devices and should not be, in one of the programs of a step."""
+    program, matrices = compile_for_tpus(name, monkeypatch)
+    by_kind: dict[str, list[planned.Collective]] = {}
+    for one in program.collectives:
+        by_kind.setdefault(one.kind, []).append(one)
+    wrong = [f"a table: {one}" for one in program.collectives if VOCAB in one.shape]
+    gathers = by_kind.get("all-gather", [])
+    wrong += [f"no matrix: {one}" for one in gathers if one.shape not in matrices and one.bytes > 10**5]
+    wrong += [f"not in bfloat16: {one}" for one in gathers if one.shape in matrices and one.dtype != "bf16"]
+    if sorted(one.shape for one in gathers if one.shape in matrices) != sorted(matrices):
+        wrong.append("not each matrix once")
+    reduced = sum(one.bytes for one in by_kind.get("all-reduce", []))
+    if reduced > 10**6:
+        wrong.append(f"all-reduce of {reduced} bytes")
+    parts, whole = by_kind.get("reduce-scatter", []), sum(4 * math.prod(shape) for shape in matrices)
+    if name == "step" and (len(parts) != len(matrices) or 8 * sum(one.bytes for one in parts) != whole):
+        wrong.append(f"gradients are not added up once in parts: {parts}")
+    return wrong
 
 
 @pytest.mark.tpu
-def test_a_tpu_collects_each_matrix_once():
-    """In bfloat16, and nothing else: no activations, no gradients, and no embedding."""
-    features, step, deeper, matrices = compiled_for_tpus()
-    for program, expected in ((features, "target"), (step, "heads"), (deeper, "heads")):
-        gathers = [one for one in program.collectives if one.kind == "all-gather"]
-        assert sorted(one.shape for one in gathers) == sorted(matrices[expected])
-        assert {one.dtype for one in gathers} == {"bf16"}
-        assert not [one for one in program.collectives if VOCAB in one.shape]
+@pytest.mark.parametrize("name", ["features", "step"])
+def test_a_tpu_collects_each_matrix_and_adds_up_each_gradient_once(name, monkeypatch):
+    """In bfloat16, and nothing else: no activations, no whole gradient and no embedding."""
+    assert find_wrong(name, monkeypatch) == []
 
 
 @pytest.mark.tpu
-def test_a_tpu_adds_up_no_activations():
-    features, step, deeper, _ = compiled_for_tpus()
-    for program in (features, step, deeper):
-        assert sum(one.bytes for one in program.collectives if one.kind == "all-reduce") < 10**6
-
-
-@pytest.mark.tpu
-def test_a_tpu_adds_up_each_gradient_once_in_parts():
-    """However often a step multiplies by a matrix."""
-    _, step, deeper, matrices = compiled_for_tpus()
-    for program in (step, deeper):
-        parts = [one for one in program.collectives if one.kind == "reduce-scatter"]
-        assert len(parts) == len(matrices["heads"])
-        whole = sum(4 * math.prod(shape) for shape in matrices["heads"])
-        assert 8 * sum(one.bytes for one in parts) == pytest.approx(whole, rel=0.1)
+@pytest.mark.parametrize(
+    ("defect", "name", "said"),
+    [
+        (defects.gathered_activations, "features", "no matrix"),
+        (defects.gathered_embedding, "features", "a table"),
+        (defects.added_activations, "features", "all-reduce of"),
+        (defects.whole_gradients, "step", "gradients are not added up once in parts"),
+    ],
+)
+def test_exchanges_that_cost_more_are_found(defect, name, said, monkeypatch):
+    defect(monkeypatch)
+    assert any(line.startswith(said) for line in find_wrong(name, monkeypatch))

