@@ -28,6 +28,7 @@ from jaxspec.models.experts import ExpertParams, feed
 from jaxspec.models.layers import look_up, matmul, split_heads
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rows import Fused, Gate, Linear, Norm
+from jaxspec.models.split_table import SplitTable
 
 
 class LayerCalls(Protocol):
@@ -37,7 +38,7 @@ class LayerCalls(Protocol):
     key/value head, K the width of a head, W the tokens that attention sees in the window.
     """
 
-    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    def embed(self, table: Array | Matrix | SplitTable, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Returns the rows of a table, in float32."""
         ...
 
@@ -161,7 +162,7 @@ class FusedCalls:
 
     execution: Execution
 
-    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    def embed(self, table: Array | Matrix | SplitTable, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         return look_up(table, tokens)
 
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> FusedInput:

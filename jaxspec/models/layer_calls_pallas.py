@@ -24,6 +24,7 @@ from jaxspec.models.experts import NO_EXPERTS, ExpertParams
 from jaxspec.models.packed import Matrix
 from jaxspec.models.products_pallas import PreparedRows, padded_rows
 from jaxspec.models.rows import Linear, Norm
+from jaxspec.models.split_table import SplitTable
 
 
 def check_sizes(config: ModelConfig, platform: str = "gpu", shards: int = 1) -> None:
@@ -97,7 +98,7 @@ class PallasCalls:
 
     execution: Execution
 
-    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    def embed(self, table: Array | Matrix | SplitTable, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         return shared_layers.look_up_share(table, tokens, self.execution.shards)
 
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> PallasInput:

@@ -23,6 +23,7 @@ from jaxspec.models.layer_calls_pallas import pad_rows, split_rows
 from jaxspec.models.packed import Matrix
 from jaxspec.models.products_pallas import stored_values
 from jaxspec.models.rows import Linear, Norm
+from jaxspec.models.split_table import SplitTable
 
 
 class TpuInput(NamedTuple):
@@ -40,7 +41,7 @@ class TpuCalls:
 
     execution: Execution
 
-    def embed(self, table: Array | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    def embed(self, table: Array | Matrix | SplitTable, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         return shared_layers.look_up_share(table, tokens, self.execution.shards)
 
     def begin(self, x: Float[Array, "B T E"], norm: Norm | None) -> TpuInput:

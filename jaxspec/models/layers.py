@@ -15,6 +15,7 @@ from jaxspec.models.execution import Execution
 from jaxspec.models.packed import Matrix
 from jaxspec.models.rope import Rope
 from jaxspec.models.rows import NO_FUSION, Fused, Norm
+from jaxspec.models.split_table import SplitTable
 
 
 def matmul(
@@ -52,7 +53,7 @@ def _with_array(weight: Array, transposed: bool, x: Array) -> Array:
     return out[: batch * tokens].reshape(batch, tokens, -1)
 
 
-def look_up(table: Float[Array, "V E"] | Matrix, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+def look_up(table: Float[Array, "V E"] | Matrix | SplitTable, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
     """Returns the embeddings of the tokens, in float32.
 
     XLA:CPU converts a bfloat16 table before the gather and hoists the conversion out of the decode loop, which copies

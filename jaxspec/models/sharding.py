@@ -8,7 +8,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +24,7 @@ from jaxspec.models.kernels import find_kernel_gap, with_kernels, without_kernel
 from jaxspec.models.packed import is_packed
 from jaxspec.models.placement import FUSED_PARAMS, param_spec, param_specs
 from jaxspec.models.quantized import Quantized
+from jaxspec.models.split_table import SplitTable
 from jaxspec.models.transformer import TransformerLM
 
 if TYPE_CHECKING:
@@ -200,42 +200,6 @@ def collect(params: Params, mesh: Mesh) -> Params:
         return jax.tree.map(jax.lax.with_sharding_constraint, leaf, _shardings(name, leaf, mesh))
 
     return jax.tree_util.tree_map_with_path(whole, params, is_leaf=_is_quantized)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SplitTable:
-    """An embedding table inside a program, whose columns are split over the axis "data", as rows of tokens are.
-
-    Each device reads its columns of the embeddings of all tokens, and the devices exchange them for all columns of the
-    embeddings of their own tokens. XLA would collect the whole table, or the embeddings of all tokens on every device.
-
-    Attributes:
-        values: the table `[V, E]`, an array or a `Quantized`.
-        mesh: the devices.
-    """
-
-    values: Any
-    mesh: Mesh = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.values.shape
-
-    def __getitem__(self, tokens: Any) -> Any:
-        if tokens is Ellipsis:
-            return self
-
-        def on(spec: P) -> NamedSharding:
-            return NamedSharding(self.mesh, spec)
-
-        rows: Any = self.values[jax.lax.with_sharding_constraint(tokens, on(P()))]
-        if isinstance(rows, Quantized):
-            rows = rows.astype(jnp.float32)
-        if rows.shape[-1] % self.mesh.shape[DATA]:  # such columns are not split
-            return rows
-        columns = jax.lax.with_sharding_constraint(rows, on(P(None, None, DATA)))
-        return jax.lax.with_sharding_constraint(columns, on(P(DATA)))
 
 
 def _is_quantized(leaf: Any) -> bool:

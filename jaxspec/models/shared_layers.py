@@ -23,6 +23,7 @@ from jaxspec.errors import InvalidConfig
 from jaxspec.models.layers import look_up
 from jaxspec.models.packed import Matrix
 from jaxspec.models.placement import param_specs
+from jaxspec.models.split_table import SplitTable
 
 HEADS: Any = P(None, None, MODEL)
 """The partition spec of keys and values `[L, B, H, S, K]`."""
@@ -89,7 +90,7 @@ def gather_columns(share: Float[Array, "B T V"], size: int) -> Float[Array, "B T
     return share if size == 1 else lax.all_gather(share, MODEL, axis=2, tiled=True)
 
 
-def look_up_share(table: Array | Matrix, tokens: Int[Array, "B T"], size: int) -> Float[Array, "B T E"]:
+def look_up_share(table: Array | Matrix | SplitTable, tokens: Int[Array, "B T"], size: int) -> Float[Array, "B T E"]:
     """Computes `look_up` in a table of which each device has an equal share of the rows."""
     if size == 1:
         return look_up(table, tokens)

@@ -100,13 +100,14 @@ def look(name: str, kind: str, on: str, devices: int) -> dict[str, Any]:
     step, seconds["step"] = compile_program(plan, "step")
     temporaries: dict[str, float | None] = {"step": step.temporaries}
     exchanged = {"step": step.sum_collectives()}
-    found = []
+    found: list[int | None] = []
     for layers in (FEW_LAYERS, 2 * FEW_LAYERS):
         smaller = dry_run.plan_run(sizes.target(layers), settings, on=on)
         features, seconds[f"features, {layers} layers"] = compile_program(smaller, "features")
         found.append(features.temporaries)
         exchanged[f"features, {layers} layers"] = features.sum_collectives()
-    temporaries["features"] = None if None in found else extrapolate(*found, sizes.layers)
+    few, more = found
+    temporaries["features"] = None if few is None or more is None else extrapolate(few, more, sizes.layers)
     if (name, kind, on) == ALL_LAYERS:
         features, seconds["features, all layers"] = compile_program(plan, "features")
         temporaries["features, all layers compiled"] = features.temporaries
@@ -168,7 +169,7 @@ def main() -> int:
     for run in select(arguments.gpu, arguments.on, arguments.kinds):
         line = done.get(run[:3])
         if line is None:
-            with contextlib.nullcontext() if arguments.gpu else without_xla_flags():
+            with without_xla_flags() if run[2].startswith(TPUS) else contextlib.nullcontext():
                 line = look(*run)
             if arguments.lines is not None:
                 with arguments.lines.open("a") as file:
