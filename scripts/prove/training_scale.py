@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--lines", type=pathlib.Path, help="a file of finished lines, which are not compiled again")
     add_record(parser.add_argument)
     arguments = parser.parse_args()
-    done = {}
+    done: dict[tuple[str, ...], dict[str, Any]] = {}
     if arguments.lines is not None and arguments.lines.exists():
         rows = map(json.loads, arguments.lines.read_text().splitlines())
         done = {(row["target"], row["kind"], row["on"]): row for row in rows}
