@@ -14,7 +14,6 @@ Compiling takes minutes for each run. `--lines FILE` keeps the finished lines, s
 """
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxspec
-from jaxspec.backend.chips import TPUS, without_xla_flags
+from jaxspec.backend.chips import TPUS
 from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import Rope
@@ -169,8 +168,7 @@ def main() -> int:
     for run in select(arguments.gpu, arguments.on, arguments.kinds):
         line = done.get(run[:3])
         if line is None:
-            with without_xla_flags() if run[2].startswith(TPUS) else contextlib.nullcontext():
-                line = look(*run)
+            line = look(*run)
             if arguments.lines is not None:
                 with arguments.lines.open("a") as file:
                     file.write(json.dumps(line) + "\n")
