@@ -389,6 +389,32 @@ def training_steps(values: Values) -> str:
     return table(headings, rows)
 
 
+def training_scale(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        held, own = line["held"], line["temporaries"]
+        needed = "does not fit" if line["share"] is None else share(line["share"])
+        largest = [own[name] for name in ("features", "step")]
+        temporary = "refused" if None in largest else f"{max(largest) / 1e9:.2f}"
+        rows.append([f"{line['target']}, {line['kind']}", line["on"], f"{held['target'] / 1e9:.2f}",
+                     f"{(held['heads and trained target'] + held['moments']) / 1e9:.2f}",
+                     f"{(held['tables'] + held['batches']) / 1e9:.2f}", temporary,
+                     f"{needed} of {line['memory'] / 1e9:.0f}", f"{line['unsplit'] / 1e9:.1f}",
+                     f"{line['tflop']:.0f}", f"{line['ideal_ms']:.0f}"])  # fmt: skip
+    headings = ["target, heads", "devices", "target, GB of each device", "heads and moments, GB",
+                "tables and batches, GB", "temporary, GB", "needed, GB", "unsplit, GB", "TFLOP a step",
+                "ideal time, ms"]  # fmt: skip
+    said = table(headings, rows)
+    for line in values["lines"]:
+        if (compiled := line["temporaries"].get("features, all layers compiled")) is not None:
+            said += (
+                f"\nThe temporary arrays of the features are extrapolated from few layers. For {line['target']} on "
+                f"{line['on']}, all layers were compiled as well: {compiled / 1e9:.2f} GB, extrapolated "
+                f"{line['temporaries']['features'] / 1e9:.2f} GB.\n"
+            )
+    return said
+
+
 def texts(values: Values) -> str:
     rows = [
         [row["dtype"], f"{row['temperature']:g}", row["task"], f"`{row['drafter']}`", f"{row['tokens_per_round']:.2f}",
@@ -555,7 +581,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
-    "products": products, "text-bits": text_bits, "training-steps": training_steps,
+    "products": products, "text-bits": text_bits, "training-steps": training_steps, "training-scale": training_scale,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
     "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
 }  # fmt: skip
