@@ -377,15 +377,16 @@ def training_steps(values: Values) -> str:
     rows = []
     for line in values["lines"]:
         if why := line.get("failed"):
-            rows.append([line["kind"], f"not measured: {why}", "", "", "", ""])
+            rows.append([line["kind"], f"not measured: {why}", "", "", "", "", ""])
         elif "rows" not in line:
-            rows.append([line["kind"], "no batch fits", "", "", "", ""])
+            rows.append([line["kind"], "no batch fits", "", "", "", "", ""])
         else:
             speeds = [f"{line['steps_per_s']:.2f}", f"{line['tokens_per_s']:.0f}"]
+            speeds.append("" if line["mfu"] is None else share(line["mfu"]))
             times_ms = [between(line["features_ms"]), between(line["step_ms"])]
             rows.append([line["kind"], f"{line['rows']} x {line['row_tokens']}", *times_ms, *speeds])
-    first = f"heads for {values['layers']} layers, {values['drafted']} drafted tokens"
-    headings = [first, "rows x tokens", "features, ms", "step, ms", "steps/s", "tokens/s"]
+    first = f"heads of {values['target']}, {values['layers']} layers, {values['drafted']} drafted tokens"
+    headings = [first, "rows x tokens", "features, ms", "step, ms", "steps/s", "tokens/s", "MFU"]
     return table(headings, rows)
 
 
@@ -413,6 +414,15 @@ def training_scale(values: Values) -> str:
                 f"{line['temporaries']['features'] / 1e9:.2f} GB.\n"
             )
     return said
+
+
+def train_minutes(values: Values) -> str:
+    mfu = "" if values["mfu"] is None else share(values["mfu"])
+    speeds = [f"{values['tokens_per_s']:.0f}", f"{values['step_ms']:.1f}", mfu]
+    first = [f"{values['minutes']:.1f}", str(values["questions"]), str(values["steps"]), *speeds]
+    headings = ["minutes", "questions", "steps", "tokens/s of the steps", "step and features, ms", "MFU"]
+    rows = [[f"{one['s']:.0f}", str(one["step"]), f"{one['accepted_length']:.2f}"] for one in values["held_out"]]
+    return table(headings, [first]) + "\n" + table(["s since the start", "step", "accepted length"], rows)
 
 
 def texts(values: Values) -> str:
@@ -582,6 +592,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps, "training-scale": training_scale,
+    "train-minutes": train_minutes,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
     "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Measures on a machine with one GPU what only a GPU can show: one command, parts in order of value, one deadline.
 
-    python -m scripts.measure.gpu_day OUT                       # at most 12 minutes
+    python -m scripts.measure.gpu_day OUT                       # at most 22 minutes
     python -m scripts.measure.gpu_day OUT --parts products widths --minutes 5
     python -m scripts.measure.gpu_day OUT --small               # toy sizes, on a CPU: does everything run?
     python -m scripts.measure.gpu_day --pack DIR                # what to carry to a machine without a network
@@ -29,7 +29,7 @@ from scripts.library import carrying, day
 from scripts.library.carrying import ROOT
 from scripts.library.day import Part
 
-MINUTES, SMALL_MINUTES = 12.0, 60.0
+MINUTES, SMALL_MINUTES = 22.0, 75.0
 SMALL_TIMES = 8
 """Factor of the limits of parts at toy sizes: a CPU compiles more slowly, and other programs may use it."""
 BITS_DRAFTERS = (
@@ -81,8 +81,12 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
              "--exact", "both", "--parts", "batch", *rounds),
         part("training-steps", 70, "how many steps of training heads does a second have?", "measure.training_steps",
              *size),
+        part("training-steps-1b", 50, "the same for a smaller target", "measure.training_steps", "--target", "1B",
+             *size),
         part("texts", 80, "how many tokens of SmolLM2's text does a second have?", "measure.texts", *texts,
              needs=needs),
+        part("train-minutes", 490, "how far does an EAGLE-3 head of SmolLM2 come in eight minutes?",
+             "measure.train_minutes", *(("--small", "--minutes", "2") if small else ("--minutes", "8")), needs={} if small else needs),
     ]  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""Times training steps of draft heads on a frozen target with the shapes of Llama 3 8B and random weights.
+"""Times training steps of draft heads on a frozen target with the shapes of Llama 3 and random weights.
 
-    python -m scripts.measure.training_steps --record training-steps       # a GPU of 80 GB
+    python -m scripts.measure.training_steps --record training-steps       # the shapes of 8B, a GPU of 80 GB
+    python -m scripts.measure.training_steps --target 1B --record training-steps-1b
     python -m scripts.measure.training_steps --small                       # toy sizes, on any device
 
 A step reads the target's features of a batch and updates the heads: four Medusa heads, or an EAGLE-3 head with five
 steps of training-time test, on 32,000 drafted tokens, in bfloat16 with parameters in float32. If a batch does not fit
-into the device's memory, half as many rows are tried. The record is written after every kind of heads.
+into the device's memory, half as many rows are tried. The record is written after every kind of heads. MFU is the share
+of the time that the products of features and step would take at the device's peak.
 """
 
 import argparse
@@ -21,8 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxspec
+from jaxspec.backend.chips import chip_of
 from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
 from jaxspec.train import losses
+from jaxspec.train.dry_run import count_flops
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Trainable, compute_features, init_state, train_step
 from scripts.library import loops
@@ -30,6 +34,8 @@ from scripts.library.exact import describe
 from scripts.measure.rounds import SMALL, random
 
 DRAFTED = 32_000
+TARGETS = {"8B": (32, 4096, 14336, 32), "1B": (16, 2048, 8192, 32)}
+"""Layers, width, units of the MLP and heads of Llama 3.1 8B and Llama 3.2 1B."""
 KINDS: dict[str, tuple[type[TrainSettings], dict[str, Any]]] = {
     "medusa, 4 heads": (jaxspec.MedusaSettings, {"heads": 4, "inputs": "hidden", "loss": "ce"}),
     "eagle3, depth 5": (jaxspec.Eagle3Settings, {"depth": 5}),
@@ -69,12 +75,8 @@ class Setup(NamedTuple):
         tokens = jax.random.randint(jax.random.key(0), shape, 0, self.settings.draft_vocab)
         return losses.Batch(tokens, jnp.ones(shape, jnp.int32), jnp.ones(shape, bool), jnp.zeros((*shape, 0)))
 
-    def compile(self, params: Any) -> tuple[Callable, Callable, Any, float]:
-        """Compiles the functions that read features and take a step.
-
-        Returns:
-            Both functions, the state before the first step, and the seconds that it took.
-        """
+    def compile(self, params: Any) -> "Compiled":
+        """Compiles the functions that read features and take a step."""
         start, batch = time.perf_counter(), self.batch()
         state = init_state(self.settings, self.trainee, Trainable(self.heads))
         state = jax.tree.map(jnp.copy, state)  # a step donates it, and heads share arrays with the target
@@ -82,15 +84,31 @@ class Setup(NamedTuple):
         features = jax.eval_shape(read, params, batch.tokens, batch.segments)
         step = jax.jit(functools.partial(train_step, self.settings, self.trainee, self.network), donate_argnums=1)
         whole = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape), a.dtype), batch._replace(features=features))
-        lowered = [read.lower(params, batch.tokens, batch.segments), step.lower(self.frozen, state, whole)]
+        traced = [read.trace(params, batch.tokens, batch.segments), step.trace(self.frozen, state, whole)]
+        flops = sum(count_flops(one.jaxpr.jaxpr) for one in traced)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            read_done, step_done = pool.map(lambda one: one.compile(), lowered)
-        return read_done, step_done, state, time.perf_counter() - start
+            read_done, step_done = pool.map(lambda one: one.lower().compile(), traced)
+        return Compiled(read_done, step_done, state, flops, time.perf_counter() - start)
 
 
-def measure(setup: Setup, params: Any, repeats: int, compiled: tuple[Callable, Callable, Any, float]) -> dict[str, Any]:
+class Compiled(NamedTuple):
+    """The functions that read features and take a step, the state before the first step, and figures of both.
+
+    Attributes:
+        flops: the operations of the products of both functions.
+        seconds: the time of compiling them.
+    """
+
+    read: Callable
+    step: Callable
+    state: Any
+    flops: float
+    seconds: float
+
+
+def measure(setup: Setup, params: Any, repeats: int, compiled: Compiled) -> dict[str, Any]:
     """Times the reading of features and the steps of one kind."""
-    read, step, state, seconds = compiled
+    read, step, state, flops, seconds = compiled
     batch, reads, steps, loss = setup.batch(), [], [], jnp.nan
     for repeat in range(repeats + 1):
         start = time.perf_counter()
@@ -106,26 +124,28 @@ def measure(setup: Setup, params: Any, repeats: int, compiled: tuple[Callable, C
         raise RuntimeError(f"the loss is {loss}")
     whole_s = np.median(np.add(reads, steps)) / 1e3
     rows, tokens = setup.settings.batch, setup.settings.row_tokens
+    chip = chip_of(jax.devices()[0])
     return {
         "rows": rows, "row_tokens": tokens, "compile_s": round_significant(seconds, 3),
         "features_ms": quartiles(reads), "step_ms": quartiles(steps), "steps_per_s": round_significant(1 / whole_s),
-        "tokens_per_s": round_significant(rows * tokens / whole_s),
+        "tokens_per_s": round_significant(rows * tokens / whole_s), "tflop": round_significant(flops / 1e12),
+        "mfu": None if chip is None else round_significant(flops / whole_s / chip.flops),
     }  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="toy sizes, for any device")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--target", choices=TARGETS, default="8B", help="whose shapes")
     parser.add_argument("--rows", type=int, default=8, help="of a batch, if they fit")
     parser.add_argument("--row-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=10)
     add_record(parser.add_argument)
     arguments = parser.parse_args()
-    layers, rows, tokens, drafted = arguments.layers, arguments.rows, arguments.row_tokens, DRAFTED
+    sizes, rows, tokens, drafted = TARGETS[arguments.target], arguments.rows, arguments.row_tokens, DRAFTED
     if arguments.small:
-        layers, rows, tokens, drafted = 4, 2, 32, 256
-    lm = loops.llama(layers, *(SMALL if arguments.small else ()))
+        sizes, rows, tokens, drafted = (4, *SMALL), 2, 32, 256
+    lm, layers = loops.llama(*sizes), sizes[0]
     target = jaxspec.Model(lm, random(loops.shapes(lm)))
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {layers} layers", flush=True)
     lines: list[dict[str, Any]] = []
@@ -153,7 +173,7 @@ def main() -> int:
             print(line, flush=True)
             lines.append(line)
             if arguments.record:
-                values = {"layers": layers, "drafted": drafted, "lines": lines}
+                values = {"target": arguments.target, "layers": layers, "drafted": drafted, "lines": lines}
                 write_record(arguments.record, "training-steps", sys.argv, values)
     return 0
 

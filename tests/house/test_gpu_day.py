@@ -155,7 +155,7 @@ def test_the_plan_fits_into_the_day_and_its_commands_exist():
         assert (record, name) == ("--record", part.name)
         row = next(line for line in readme.splitlines() if line.startswith(f"| `{part.name}` |"))
         assert row.endswith(f"| {part.limit_s:.0f} |"), row
-    assert {"products", "text-bits", "rounds", "training-steps", "texts"} <= RENDERERS.keys()
+    assert {"products", "text-bits", "rounds", "training-steps", "train-minutes", "texts"} <= RENDERERS.keys()
 
 
 @quick
@@ -246,7 +246,7 @@ def test_what_could_not_be_measured_stands_in_the_tables():
     assert "not measured: no argument" in shown
     assert "`medusa` | 3, in a session | not measured: too deep" in shown
     lines = [{"kind": "eagle3", "too_large": [8, 4], "failed": "x"}, {"kind": "medusa", "too_large": [8, 4, 2, 1]}]
-    shown = RENDERERS["training-steps"]({"layers": 2, "drafted": 9, "lines": lines})
+    shown = RENDERERS["training-steps"]({"target": "8B", "layers": 2, "drafted": 9, "lines": lines})
     assert "not measured: x" in shown
     assert "no batch fits" in shown
     values = {"layers": 2, "weights_gb": 1.0, "parts": {}, "not_measured": {"plain, exact": "no kernels"}}
