@@ -86,7 +86,8 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
         part("texts", 80, "how many tokens of SmolLM2's text does a second have?", "measure.texts", *texts,
              needs=needs),
         part("train-minutes", 490, "how far does an EAGLE-3 head of SmolLM2 come in eight minutes?",
-             "measure.train_minutes", *(("--small", "--minutes", "2") if small else ("--minutes", "8")), needs={} if small else needs),
+             "measure.train_minutes", *(("--small", "--minutes", "2") if small else ("--minutes", "8")),
+             needs={} if small else needs),
     ]  # fmt: skip
 
 
