@@ -49,12 +49,12 @@ class _Used(NamedTuple):
 
     Attributes:
         order: their indices in ascending order, then other indices: int32 `[U]`.
-        count: their number: int32 `[1]`.
+        number: how many there are: int32 `[1]`.
         starts: for each range of experts, the place in `order` at which it starts, and the end of the last: `[R + 1]`.
     """
 
     order: Int[Array, " U"]
-    count: Int[Array, "1"]
+    number: Int[Array, "1"]
     starts: Int[Array, " R1"]
 
 
@@ -128,7 +128,7 @@ def _hidden_units(
     outputs, step = tile_size(width, OUTPUTS, "units"), tile_size(inputs, INPUTS, "inputs")
     group = row_group(len(rows), 2)
     given = {"rows": (rows, pl.BlockSpec((group, inputs), lambda u, i, r: (r, 0)))}
-    for name, array in (("order", used.order), ("count", used.count), ("values", values), ("scale", scale)):
+    for name, array in (("order", used.order), ("number", used.number), ("values", values), ("scale", scale)):
         if array is not None:
             given[name] = array, _whole(array)
     if bias is not None:
@@ -148,7 +148,7 @@ def _hidden_units(
 
         zero = jnp.zeros((ROW_TILE, outputs), jnp.float32)
         # Triton's loops do not take the result of `jnp.where` as a bound.
-        steps = jnp.clip(found["count"][0] - place, 0, 1) * (inputs // step)
+        steps = jnp.clip(found["number"][0] - place, 0, 1) * (inputs // step)
         sums = iter(lax.fori_loop(0, steps, add, (zero,) * (2 * group // ROW_TILE)))
         for t in range(group // ROW_TILE):
             both = [_scaled(next(sums), found, expert, own) for own in columns]

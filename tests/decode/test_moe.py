@@ -103,13 +103,18 @@ def test_vmap_has_the_texts_of_each_batch(kernels):
 @pytest.mark.slow
 @pytest.mark.mesh
 def test_devices_that_share_layers_have_the_logits_of_one():
-    """There is one sum over devices for attention, and one for all experts of a layer, but not one for each expert."""
+    """There is one sum over devices for attention, and one for all experts of a layer, but not one for each expert.
+
+    Also with the parts of gpt-oss: sinks, a sliding window, biases and clamped gates.
+    """
     words = [sys.executable, "-c", moe.ON_FOUR, str(TESTS)]
     done = subprocess.run(words, env=simulated(4), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    for found in json.loads(done.stdout.splitlines()[-1]):
+    layers, kernels = json.loads(done.stdout.splitlines()[-1])
+    for found in layers:
         assert found["difference"] < 1e-5
         assert found["sums"] <= 3
         assert found["share"] == 0.5
+    for found in kernels:
         assert found["whole experts"] == 0
         assert found["shared experts"] < 1e-5

@@ -14,7 +14,7 @@ from jaxspec.core.mesh import make_mesh
 from jaxspec.core.records import Window
 from jaxspec.models import experts
 from jaxspec.models.columns import group_by_shard
-from jaxspec.models.config import DeltaSizes, Experts
+from jaxspec.models.config import DeltaSizes, Experts, ModelConfig
 from jaxspec.models.quantized import Quantized, quantize
 from jaxspec.models.sharding import shard
 from jaxspec.models.transformer import TransformerLM
@@ -32,15 +32,28 @@ ON_FOUR = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from helpers import moe
-print(json.dumps([moe.on_four(int8) | moe.with_kernels_for_gpus(int8) for int8 in (False, True)]))
+found = [moe.on_four(config, int8) for config in (moe.ONE_LAYER, moe.GPT_OSS) for int8 in (False, True)]
+print(json.dumps([found, [moe.with_kernels_for_gpus(int8) for int8 in (False, True)]]))
 """
 
 
-def on_four(int8: bool) -> dict:
+ONE_LAYER = dataclasses.replace(CONFIG, num_layers=1, sparse=())
+GPT_OSS = dataclasses.replace(
+    ONE_LAYER,
+    experts=Experts(6, 2, 32, biases=True),
+    activation="clamped_silu",
+    sinks=True,
+    window=3,
+    qkv_bias=True,
+    out_bias=True,
+)
+"""What gpt-oss is made of."""
+
+
+def on_four(config: ModelConfig, int8: bool) -> dict:
     """Compares the logits of one layer on one device and on four, of which two share the layer."""
-    config = dataclasses.replace(CONFIG, num_layers=1, sparse=())
     lm = TransformerLM(config)
-    params = lm.init_params(jax.random.key(0))
+    params = noisy(lm.init_params(jax.random.key(0)), 1, 0.1)
     model = jaxspec.Model(lm, quantize(params) if int8 else params)
     mesh = make_mesh(2, 2, devices=jax.devices())
     placed = shard(model, mesh)
