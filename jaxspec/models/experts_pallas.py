@@ -44,7 +44,7 @@ OUTPUTS, INPUTS, STAGES = 32, 64, 4
 """The outputs of a program, the inputs of an iteration, and the iterations whose operands are loaded ahead."""
 
 
-class _Used(NamedTuple):
+class Used(NamedTuple):
     """The experts that any row has.
 
     Attributes:
@@ -98,30 +98,35 @@ def mix(
     more = ((0, padded - count), (0, 0))
     rows, has, weights = jnp.pad(rows.astype(jnp.bfloat16), more), jnp.pad(has, more), jnp.pad(weights, more)
     used = _find_used(has, most)
-    hidden = _hidden_units(rows, used, gate_up, bias, activation, interpret)
-    # One array tells which experts a row has, and their weights: NaN is the weight of a broken row.
-    parts = _weighted_outputs(hidden, used, has.T, weights.T, down, interpret)
+    hidden = hidden_units(rows, used, gate_up, bias, activation, interpret)
+    parts = weighted_outputs(hidden, used, has.T.astype(jnp.int32), weights.T, down, interpret)
     return add_in_tree(list(parts))[:count]
 
 
-def _find_used(has: Bool[Array, "M X"], most: int) -> _Used:
+def _find_used(has: Bool[Array, "M X"], most: int) -> Used:
     used, experts = has.any(0), has.shape[1]
     ranges = min(MAX_SEGMENTS, 1 << (experts.bit_length() - 1))
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(used, dtype=jnp.int32)])
     ends = jnp.array([experts * i // ranges for i in range(ranges + 1)])
     order = jnp.argsort(~used)[:most]  # stable: the experts in use come first, in ascending order
-    return _Used(order.astype(jnp.int32), before[-1:], before[ends])
+    return Used(order.astype(jnp.int32), before[-1:], before[ends])
 
 
-def _hidden_units(
+def hidden_units(
     rows: BFloat16[Array, "M E"],
-    used: _Used,
+    used: Used,
     gate_up: Array | Quantized,
     bias: Float[Array, "X I2"] | None,
     activation: str,
     interpret: bool,
 ) -> BFloat16[Array, "U M I"]:
-    """Returns the hidden units of all rows by the experts in use, in the order of `used`; of other experts, 0."""
+    """Returns the hidden units of all rows by the experts in use, in the order of `used`; of other experts, 0.
+
+    Args:
+        rows: the rows.
+        used: the experts in use.
+        gate_up, bias, activation, interpret: see `mix`.
+    """
     values, scale = stored_values(gate_up)
     transposed = isinstance(gate_up, Quantized)
     inputs, width = rows.shape[1], values.shape[1 if transposed else 2] // 2
@@ -167,15 +172,23 @@ def _hidden_units(
     )(*(array for array, _ in given.values()))
 
 
-def _weighted_outputs(
+def weighted_outputs(
     hidden: BFloat16[Array, "U M I"],
-    used: _Used,
-    has: Bool[Array, "X M"],
+    used: Used,
+    has: Int[Array, "X M"],
     weights: Float[Array, "X M"],
     down: Array | Quantized,
     interpret: bool,
 ) -> Float[Array, "R M E"]:
-    """Returns the weighted sums of the outputs of each range of experts."""
+    """Returns the weighted sums of the outputs of each range of experts.
+
+    Args:
+        hidden: the hidden units by the experts in use.
+        used: the experts in use.
+        has: 1 for each expert that a row has, and 0 for the others.
+        weights: their weights.
+        down, interpret: see `mix`.
+    """
     values, scale = stored_values(down)
     transposed = isinstance(down, Quantized)
     most, rows, inputs = hidden.shape
@@ -185,7 +198,7 @@ def _weighted_outputs(
     by_row = pl.BlockSpec((len(has), group), lambda i, s, r: (0, r))
     given = {
         "hidden": (hidden, pl.BlockSpec((most, group, inputs), lambda i, s, r: (0, r, 0))),
-        "has": (has.astype(jnp.int32), by_row),
+        "has": (has, by_row),
         "weights": (weights, by_row),
     }
     for name, array in (("order", used.order), ("starts", used.starts), ("values", values), ("scale", scale)):

@@ -3,10 +3,11 @@
     python -m scripts.prove.gpu_layers                              # an H100, 16 and 64 rows
     python -m scripts.prove.gpu_layers --chips a100 --rows 16,48,128
 
-Shapes of Llama 3 8B, bfloat16 and int8. For each call of a layer (`jaxspec.models.products_pallas`) it reads the PTX:
-every accumulator must be one chain of one instruction, of the same length for any number of rows, and no register may
-be spilled. Then it compiles whole layers: XLA may not sum anything between the embedding and the logits, and the bytes
-that are moved may exceed those of the matrices by 5 % at most. Then it counts the launches of a plain round.
+Shapes of Llama 3 8B, and of the experts of Qwen3-30B-A3B, in bfloat16 and int8. For each call of a layer
+(`jaxspec.models.products_pallas`, `jaxspec.models.experts_pallas`) it reads the PTX: every accumulator must be one
+chain of one instruction, of the same length for any number of rows, and no register may be spilled. Then it compiles
+whole layers: XLA may not sum anything between the embedding and the logits, and the bytes that are moved may exceed
+those of the matrices by 5 % at most. Then it counts the launches of a plain round.
 Nothing is run.
 """
 
@@ -25,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspec.bench.measurements import add_record, write_record
 from jaxspec.core.records import KV, Window
-from jaxspec.models import attention_pieces
+from jaxspec.models import attention_pieces, experts_pallas
 from jaxspec.models import products_pallas as products
 from jaxspec.models.products_pallas import PreparedRows
 from jaxspec.models.quantized import Quantized
@@ -117,6 +118,35 @@ def calls(chip: str, rows: int) -> dict[str, Call]:
             f"gate_up, {kind}": Call(gated, (prepared, matrix(HIDDEN, 2 * UNITS)), inputs["GATED"]),
             f"down, {kind}": Call(added, (units, matrix(UNITS, HIDDEN), x, scale), inputs["SEGMENTED"]),
             f"head, {kind}": Call(table, (mixed, matrix(HIDDEN, VOCAB, True)), inputs["TABLE"]),
+        }
+    return found | expert_calls(rows, array)
+
+
+def expert_calls(rows: int, array: Callable) -> dict[str, Call]:
+    """Returns the calls of the experts of Qwen3-30B-A3B; `array` returns the shape of a dtype and sizes."""
+    count, width, units = 128, 2048, 768
+    most = min(8 * rows, count)
+    used = experts_pallas.Used(array("int32", most), array("int32", 1), array("int32", products.MAX_SEGMENTS + 1))
+    of_experts = array("int32", count, rows), array("float32", count, rows)
+    found = {}
+    for kind in ("bfloat16", "int8"):
+
+        def matrices(inputs: int, outputs: int, kind: str = kind) -> Any:
+            if kind == "int8":
+                return Quantized(array("int8", count, outputs, inputs), array("float32", count, outputs))
+            return array("bfloat16", count, inputs, outputs)
+
+        def hidden(rows: Any, used: Any, weight: Any) -> Any:
+            return experts_pallas.hidden_units(rows, used, weight, None, "silu", interpret=False)
+
+        def outputs(hidden: Any, used: Any, has: Any, weights: Any, weight: Any) -> Any:
+            return experts_pallas.weighted_outputs(hidden, used, has, weights, weight, interpret=False)
+
+        read = array("bfloat16", rows, width), used, matrices(width, 2 * units)
+        written = array("bfloat16", most, rows, units), used, *of_experts, matrices(units, width)
+        found |= {
+            f"expert units, {kind}": Call(hidden, read, experts_pallas.INPUTS),
+            f"expert outputs, {kind}": Call(outputs, written, experts_pallas.INPUTS),
         }
     return found
 

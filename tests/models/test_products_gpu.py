@@ -33,7 +33,9 @@ def compiler(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [16, 48, 64, 128])
-@pytest.mark.parametrize("name", ["qkv, bfloat16", "out, bfloat16", "gate_up, int8"])
+@pytest.mark.parametrize(
+    "name", ["qkv, bfloat16", "out, bfloat16", "gate_up, int8", "expert units, bfloat16", "expert outputs, int8"]
+)
 def test_accumulators_are_single_chains_at_any_number_of_rows(compiler, name, rows):
     row = gpu_layers.look_at_call("h100", name, rows)
     assert not row["wrong"]
@@ -86,13 +88,13 @@ def test_nothing_of_xla_sums_between_embedding_and_logits(compiler):
 
 @pytest.mark.gpu
 def test_the_check_finds_a_second_tile_of_inputs(compiler, monkeypatch):
-    by_size = products._tile
+    by_size = products.tile_size
 
     def tile(size: int, most: int, what: str) -> int:
         return by_size(size, 64 if what == "inputs" else most, what)
 
     expected = gpu_layers.calls("h100", 32)["qkv, bfloat16"].inputs
-    monkeypatch.setattr(products, "_tile", tile)
+    monkeypatch.setattr(products, "tile_size", tile)
     wrong = gpu_layers.look_at_call("h100", "qkv, bfloat16", 32)["wrong"]
     assert wrong == [f"chains of [4] products for {expected} inputs of an iteration"]
 
