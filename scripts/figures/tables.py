@@ -425,6 +425,21 @@ def train_minutes(values: Values) -> str:
     return table(headings, [first]) + "\n" + table(["s since the start", "step", "accepted length"], rows)
 
 
+def expert_forms(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        first = [line["dtype"], str(line["rows"]), line["form"]]
+        if why := line.get("failed"):
+            rows.append([*first, f"not measured: {why}", "", "", ""])
+        else:
+            faster = times(line["times_as_fast"][1]) if "times_as_fast" in line else ""
+            same = "yes" if line["same_first_row"] else "no"
+            rows.append([*first, between(line["us"]), faster, same, f"{line.get('difference', 0):.1g}"])
+    headings = ["matrices", "rows", "form", "µs", "as fast as the loop", "same bits as in the largest call",
+                "largest difference to the loop"]  # fmt: skip
+    return table(headings, rows)
+
+
 def texts(values: Values) -> str:
     rows = [
         [row["dtype"], f"{row['temperature']:g}", row["task"], f"`{row['drafter']}`", f"{row['tokens_per_round']:.2f}",
@@ -593,6 +608,9 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps, "training-scale": training_scale,
     "train-minutes": train_minutes,
+=======
+    "products": products, "text-bits": text_bits, "training-steps": training_steps,
+    "expert-forms": expert_forms,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
     "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
 }  # fmt: skip

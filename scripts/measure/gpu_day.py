@@ -67,18 +67,19 @@ def parts(small: bool, needs: dict[str, pathlib.Path]) -> list[Part]:
         return Part(name, answers, (f"scripts.{module}", "--record", name, *arguments), limit, **more)
 
     return [
-        part("products", 90, "do rows of a product have the same bits for any number of rows?", "measure.products",
+        part("products", 80, "do rows of a product have the same bits for any number of rows?", "measure.products",
              *size),
-        part("text-bits", 140, "do texts have the same bits with any drafter, tree, batch and session?", "prove.bits",
+        part("text-bits", 135, "do texts have the same bits with any drafter, tree, batch and session?", "prove.bits",
              "--exact", "both", "--report-only", *bits, needs=needs),
         part("exact-widths", 85, "what does a round cost by width, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "widths", *rounds),
         part("exact-products", 50, "what does a round cost with exact products by XLA?", "measure.rounds",
              "--exact", "both", "--parts", "products", *few_layers),
-        part("exact-drafters", 130, "what does a round cost by drafter, exact and not?", "measure.rounds",
+        part("exact-drafters", 120, "what does a round cost by drafter, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "drafters", "--at-once", "14", *rounds),
-        part("exact-batch", 65, "what does a round of 16 rows cost, exact and not?", "measure.rounds",
+        part("exact-batch", 60, "what does a round of 16 rows cost, exact and not?", "measure.rounds",
              "--exact", "both", "--parts", "batch", *rounds),
+        part("expert-forms", 40, "what does a mixture of experts cost by its form?", "measure.expert_forms", *size),
         part("training-steps", 70, "how many steps of training heads does a second have?", "measure.training_steps",
              *size),
         part("training-steps-1b", 50, "the same for a smaller target", "measure.training_steps", "--target", "1B",
