@@ -607,10 +607,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps, "training-scale": training_scale,
-    "train-minutes": train_minutes,
-=======
-    "products": products, "text-bits": text_bits, "training-steps": training_steps,
-    "expert-forms": expert_forms,
+    "train-minutes": train_minutes, "expert-forms": expert_forms,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
     "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
 }  # fmt: skip
