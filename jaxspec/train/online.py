@@ -15,6 +15,7 @@ from jaxspec.train.batch import Batch
 from jaxspec.train.head_trainee import HeadTrainee
 from jaxspec.train.losses import freeze, needs_laws, product_dtype
 from jaxspec.train.medusa_settings import MedusaSettings
+from jaxspec.train.placement import Placement
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Report, Trainable, TrainState, compute_features, init_state, train_step
 
@@ -25,11 +26,13 @@ class OnlineHeads:
 
     Attributes:
         trainee: the heads.
-        settings: the settings. Only the loss and the optimiser are used.
+        settings: the settings. Only the loss, the optimiser and the mesh are used.
+        placement: the places of the heads and the rows on several devices; None for one device.
     """
 
     trainee: HeadTrainee
     settings: TrainSettings
+    placement: Placement | None = None
 
     @classmethod
     def of(cls, policy: Model, settings: TrainSettings = MedusaSettings()) -> Self:
@@ -39,7 +42,8 @@ class OnlineHeads:
             policy: the policy.
             settings: the heads and their training, such as `MedusaSettings(heads=3, steps=60)`. Only the
                 settings of a step are used: the loss, the optimiser, and `steps`, at which the learning rate has
-                decayed to 0.
+                decayed to 0. With `mesh`, such as "data=8", the rows of a step, the heads and their moments are split
+                over the devices, as by `train_heads`. Use the mesh of the rollouts.
 
         Raises:
             InvalidConfig, ShapeMismatch: a setting is invalid, or heads of this kind cannot be trained for this policy.
@@ -52,25 +56,33 @@ class OnlineHeads:
                 raise InvalidConfig(f"online heads do not support {name}; leave it at its default")
         trainee = settings.trainee(policy)
         assert isinstance(trainee, HeadTrainee), "no draft model is trained"
-        return cls(trainee, settings)
+        return cls(trainee, settings, Placement.of(settings) if settings.mesh else None)
 
     def init(self, policy: Model) -> TrainState:
         """Returns the state of new heads, which make the same guesses as the policy's own projection."""
         params = jax.tree.map(jnp.copy, self.trainee.init_params(policy, None))  # some are arrays of the policy
-        return init_state(self.settings, self.trainee, Trainable(params))
+        state = init_state(self.settings, self.trainee, Trainable(params))
+        return state if self.placement is None else self.placement.put(state, self.placement.split(state))
 
     def heads(self, state: TrainState) -> DraftHeads:
         """Returns the heads of a state, for `jaxspec.Drafting(..., heads=...)`; the state may be traced."""
         return self.trainee.result(state.params.heads, None, "online")
 
     def step(self, policy: Model, state: TrainState, rollout: Rollout) -> tuple[TrainState, Report]:
-        """Takes an optimiser step on the new tokens of a rollout, with the policy's features of these tokens."""
-        lm, params = policy.lm, policy.params
+        """Takes an optimiser step on the new tokens of a rollout, with the policy's features of these tokens.
+
+        Raises:
+            InvalidConfig: the rows of the rollout cannot be split evenly over the devices.
+        """
+        lm, params, here = policy.lm, policy.params, self.placement
+        rows = len(rollout.tokens)
+        if rows % self.settings.groups:
+            raise InvalidConfig(f"a rollout of {rows} rows cannot be split over mesh {self.settings.mesh!r} evenly")
         positions = jnp.arange(rollout.tokens.shape[1])
         segments = (positions < rollout.length[:, None]).astype(jnp.int32)
-        features = compute_features(self.trainee.network(lm), params, rollout.tokens, segments)
+        features = compute_features(self.trainee.network(lm), params, rollout.tokens, segments, here)
         batch = Batch(rollout.tokens, segments, (positions >= rollout.start[:, None]) & (segments > 0), features)
         laws = needs_laws(self.settings, self.trainee)
         frozen = freeze(self.trainee, lm, params, laws=laws, dtype=product_dtype(self.settings))
         parts = jax.tree.map(lambda leaf: leaf[None], batch)
-        return train_step(self.settings, self.trainee, lm, frozen, state, parts)
+        return train_step(self.settings, self.trainee, lm, frozen, state, parts, here)
