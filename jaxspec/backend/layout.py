@@ -40,6 +40,17 @@ def default_platform() -> str:
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
+def multiplies_bfloat16() -> bool:
+    """Returns False on an NVIDIA GPU older than Ampere, for which Triton has no products of bfloat16.
+
+    On other platforms, and where programs are compiled for a GPU without one, it is True.
+    """
+    if default_platform() != "gpu":
+        return True
+    capability = str(jax.devices()[0].compute_capability)  # such as "9.0"; a name on AMD
+    return not capability[:1].isdigit() or float(capability) >= 8
+
+
 def gpu_dependent(*arrays: Any, gpu: Callable, default: Callable) -> Any:
     """Returns `gpu(*arrays)` in a program for a GPU, and `default(*arrays)` in a program for another platform.
 

@@ -30,6 +30,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.backend.layout import multiplies_bfloat16
 from jaxspec.core.mesh import MODEL
 from jaxspec.core.records import Params
 from jaxspec.core.theory import ExpertReads
@@ -253,8 +254,7 @@ def _suits_pallas(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any
     others = set(mesh.auto_axes) - {MODEL}
     if any(mesh.shape[axis] > 1 for axis in others) or (how.shards > 1 and mesh.shape.get(MODEL) != how.shards):
         return False  # XLA does not split the kernels over devices
-    shapes = jax.eval_shape(lambda: (gate_up, down))
-    return experts_pallas.has_kernels(len(rows), *shapes)
+    return multiplies_bfloat16() and experts_pallas.has_kernels(len(rows), gate_up, down)
 
 
 def _with_pallas(

@@ -113,6 +113,17 @@ def test_the_kernels_for_gpus_are_for_few_rows_and_for_their_types_and_sizes(row
     assert experts_pallas.has_kernels(rows, *matrices) is expected
 
 
+@pytest.mark.parametrize(("capability", "expected"), [("7.5", False), ("8.0", True), ("12.0", True), ("gfx942", True)])
+def test_gpus_without_products_of_bfloat16_use_no_kernels_for_experts(monkeypatch, capability, expected):
+    class Device:
+        platform, compute_capability = "gpu", capability
+
+    how, *arrays = layer_for_pallas("bfloat16")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    assert experts._suits_pallas(how, *arrays) is expected
+
+
 def rows_of(seed: int, batch: int, tokens: int):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, tokens, WIDTH)), jnp.float32)
 
