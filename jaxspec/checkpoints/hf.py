@@ -1,4 +1,4 @@
-"""The Hugging Face format: config.json (see `hf_families`), safetensors weights, tokenizer.json.
+"""The Hugging Face format: config.json (see `hf_config`), safetensors weights, tokenizer.json.
 
 Code from a directory is never executed: pickles are not opened, and code of the repository is not imported.
 """
@@ -15,8 +15,9 @@ import numpy as np
 from jaxspec.checkpoints import base as common
 from jaxspec.checkpoints import folder
 from jaxspec.checkpoints.base import Checkpoint, Headers, StoredTensor, TokenizerSource
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.checkpoints.hf_experts import open_experts
-from jaxspec.checkpoints.hf_families import FUSED_EXPERTS, Family, read_config
+from jaxspec.checkpoints.hf_families import FUSED_EXPERTS, Family
 from jaxspec.checkpoints.hf_wrappers import check_ties, text_names, text_settings
 from jaxspec.errors import CheckpointError
 from jaxspec.models.config import ModelConfig

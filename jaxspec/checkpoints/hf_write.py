@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxspec.checkpoints import base, folder
 from jaxspec.checkpoints.hf import TEMPLATES_FOLDER
-from jaxspec.checkpoints.hf_families import Family, read_config
+from jaxspec.checkpoints.hf_config import read_config
+from jaxspec.checkpoints.hf_families import Family
 from jaxspec.checkpoints.hf_wrappers import text_settings
 from jaxspec.checkpoints.saved import MANIFEST
 from jaxspec.checkpoints.source import find_source

@@ -283,7 +283,7 @@ def _dry_run(args: argparse.Namespace, settings: "TrainSettings") -> int:
 
 def _shapes_of(source: str, dtype: str) -> "Model":
     """Returns a model with the shapes of its parameters in place of arrays; a file config.json is enough."""
-    from jaxspec.checkpoints.hf_families import read_config
+    from jaxspec.checkpoints.hf_config import read_config
     from jaxspec.checkpoints.hf_wrappers import text_settings
     from jaxspec.checkpoints.source import open_source
     from jaxspec.models.model import Model

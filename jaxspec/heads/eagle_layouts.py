@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.checkpoints.hf_families import read_config
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.checkpoints.hf_wrappers import text_settings
 from jaxspec.errors import CheckpointError, InvalidConfig
 from jaxspec.heads.eagle_config import EagleConfig, default_eagle_taps

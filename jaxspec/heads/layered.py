@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxspec.checkpoints.base import canonical_tensors, file_parts, make_config, split_parts
 from jaxspec.checkpoints.folder import WEIGHTS_FILE, LazyTensor, check_types
-from jaxspec.checkpoints.hf_families import FAMILIES, FUSED_EXPERTS, read_activation
+from jaxspec.checkpoints.hf_config import read_activation
+from jaxspec.checkpoints.hf_families import FAMILIES, FUSED_EXPERTS
 from jaxspec.checkpoints.hf_rope import RopeReader
 from jaxspec.errors import CheckpointError
 from jaxspec.heads.kinds import ForeignHeads, HeadKind, Layout

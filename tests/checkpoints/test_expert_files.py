@@ -11,7 +11,7 @@ from helpers.families import split_experts, tokens_of, write_checkpoint
 from helpers.hybrid_files import widened, write_gguf
 from helpers.logits import GOLDEN, POSITIONS, logits_in_pieces
 from helpers.tiers import with_slow
-from jaxspec.checkpoints.hf_families import read_config
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError

@@ -21,7 +21,8 @@ from helpers.families import LENGTH, POSITIONS, PREFIX, TREE, paths, tokens_of, 
 from helpers.logits import GOLDEN, logits_in_pieces
 from helpers.paths import GOLDEN_DIR
 from helpers.tiers import with_slow
-from jaxspec.checkpoints.hf_families import FAMILIES, read_config
+from jaxspec.checkpoints.hf_config import read_config
+from jaxspec.checkpoints.hf_families import FAMILIES
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.core.records import Window

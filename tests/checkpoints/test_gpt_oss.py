@@ -18,8 +18,8 @@ from helpers.logits import GOLDEN, POSITIONS, logits_in_pieces
 from helpers.narrow import not_none
 from helpers.paths import GOLDEN_DIR
 from helpers.tiers import with_slow
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.checkpoints.hf_experts import decode_mxfp4
-from jaxspec.checkpoints.hf_families import read_config
 from jaxspec.checkpoints.load import load, read_params
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, InvalidConfig

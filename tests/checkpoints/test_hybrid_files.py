@@ -12,7 +12,7 @@ from helpers.families import tokens_of, write_checkpoint
 from helpers.hybrid_files import write_gguf
 from helpers.logits import GOLDEN, POSITIONS, logits_in_pieces
 from helpers.narrow import instance, not_none
-from jaxspec.checkpoints.hf_families import read_config
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.checkpoints.load import load
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError, InvalidConfig

@@ -19,7 +19,7 @@ from helpers.narrow import not_none
 from helpers.paths import GOLDEN_DIR, ROOT
 from helpers.wheels import WEIGHTS, make_wheel
 from jaxspec.checkpoints import hub, presets
-from jaxspec.checkpoints.hf_families import read_config
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.errors import FetchError, UnknownName
 from jaxspec.storage import download, scratch
 from jaxspec.storage.directories import cache_directory

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from helpers.checkpoints import assert_same_params, hf_config, hf_tensors, random_params, tiny_config, write_hf
-from jaxspec.checkpoints.hf_families import read_config
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.checkpoints.load import read_params
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError

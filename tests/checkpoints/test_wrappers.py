@@ -13,7 +13,8 @@ from helpers.checkpoints import assert_same_params, random_params, tiny_config, 
 from jaxspec import load
 from jaxspec.checkpoints import hf_wrappers
 from jaxspec.checkpoints.base import file_names, file_shapes
-from jaxspec.checkpoints.hf_families import FAMILIES, read_config
+from jaxspec.checkpoints.hf_config import read_config
+from jaxspec.checkpoints.hf_families import FAMILIES
 from jaxspec.checkpoints.load import read_params
 from jaxspec.checkpoints.source import open_checkpoint
 from jaxspec.errors import CheckpointError

@@ -14,7 +14,7 @@ from helpers.families import random_tensor
 from helpers.logits import GOLDEN
 from helpers.narrow import not_none
 from jaxspec.checkpoints.base import file_parts, grouped_rows
-from jaxspec.checkpoints.hf_families import read_config
+from jaxspec.checkpoints.hf_config import read_config
 from jaxspec.models.config import DeltaSizes
 
 TENSORS = {
