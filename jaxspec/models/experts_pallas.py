@@ -14,6 +14,7 @@ expert, or a device's share of it; U the largest number of experts in use; R ran
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,8 @@ from jaxspec.models.products_pallas import (
 from jaxspec.models.quantized import Quantized
 from jaxspec.models.rows import Gate
 
+MAX_INT8_SIZE = 2**31
+"""The size of int8 matrices from which on there are no kernels."""
 MAX_ROWS = 128
 """The most rows for which the kernels are used: every row is multiplied with every expert in use."""
 OUTPUTS, INPUTS, STAGES = 32, 64, 4
@@ -64,6 +67,9 @@ def has_kernels(rows: int, gate_up: Any, down: Any) -> bool:
         if not isinstance(matrix, Quantized) and getattr(matrix, "dtype", None) != jnp.bfloat16:
             return False
         if any(size % MIN_TILE for size in matrix.shape[1:]):
+            return False
+        # Triton's offsets have 32 bits, and a sign, up to 4 GiB: enough for all but int8 arrays of 2 GiB or more.
+        if isinstance(matrix, Quantized) and math.prod(matrix.shape) >= MAX_INT8_SIZE:
             return False
     return rows <= MAX_ROWS
 

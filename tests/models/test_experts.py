@@ -108,9 +108,13 @@ def test_an_expert_that_overflows_in_the_kernels_for_gpus_harms_only_its_rows():
     [(128, {}, True), (129, {}, False), (4, {"dtype": "float32"}, False), (4, {"width": 40}, False)],
 )
 def test_the_kernels_for_gpus_are_for_few_rows_and_for_their_types_and_sizes(rows, changes, expected):
+    """Int8 matrices of 2 GiB are too large for the offsets."""
     width, dtype = changes.get("width", 48), changes.get("dtype", "bfloat16")
     matrices = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((12, 64, 2 * width), (12, width, 64)))
     assert experts_pallas.has_kernels(rows, *matrices) is expected
+    shapes = (512, 2048, 4096), (511, 2048, 4096)
+    large, smaller = (Quantized(jax.ShapeDtypeStruct(shape, "int8"), None) for shape in shapes)
+    assert [experts_pallas.has_kernels(4, one, one) for one in (large, smaller)] == [False, True]
 
 
 @pytest.mark.parametrize(("capability", "expected"), [("7.5", False), ("8.0", True), ("12.0", True), ("gfx942", True)])
