@@ -17,7 +17,7 @@ from jaxspec.models.exact import resolve_exact
 from jaxspec.models.execution import Execution
 from jaxspec.models.experts import ExpertParams, feed
 from jaxspec.models.packed import pack_params, unpack_params
-from jaxspec.models.quantized import quantize
+from jaxspec.models.quantized import Quantized, quantize
 
 SIZES = Experts(7, 3, 20, shared_width=12)
 WIDTH = 24
