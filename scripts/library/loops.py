@@ -291,11 +291,11 @@ class Program(NamedTuple):
 
     @property
     def outputs_of_experts(self) -> set[int]:
-        """The numbers of elements of arrays with a row for each expert and token."""
+        """The numbers of elements of arrays with a row for each expert and token, on one device and on two."""
         config = self.target.config
         if (experts := config.experts) is None:
             return set()
-        widths = experts.width, 2 * experts.width, config.hidden_size
+        widths = experts.width // 2, experts.width, 2 * experts.width, config.hidden_size
         return {experts.count * self.tokens * width for width in widths}
 
     def experts_read(self, one: hlo.Instruction) -> int:
