@@ -390,6 +390,16 @@ def training_steps(values: Values) -> str:
     return table(headings, rows)
 
 
+def training_memory(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        before, now = (line[name]["temporaries_mb"] for name in ("before", "now"))
+        shape = f"{line['rows']} x {line['row_tokens']}"
+        rows.append([line["size"], line["kind"], shape, f"{before:.0f}", f"{now:.0f}", f"{now / before:.2f}"])
+    headings = ["shapes of", "program", "rows x tokens", "temporary before, MB", "now, MB", "times as much"]
+    return table(headings, rows)
+
+
 def training_scale(values: Values) -> str:
     rows = []
     for line in values["lines"]:
@@ -606,7 +616,8 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
-    "products": products, "text-bits": text_bits, "training-steps": training_steps, "training-scale": training_scale,
+    "products": products, "text-bits": text_bits, "training-steps": training_steps,
+    "training-scale": training_scale, "training-memory": training_memory,
     "train-minutes": train_minutes, "expert-forms": expert_forms,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
     "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
