@@ -43,6 +43,8 @@ NOT_RUN = {
     r"python scripts/measure/compare_rules.py ": "reads what the commands before it wrote, two of which are not run",
     r"python -m jaxspec\.evaluation ": "needs lm-eval and the data of a task; scripts/prove/harness.py runs it",
     r"(vllm|text-generation-launcher) ": "another system; test_head_files.py reads its layout by its tensors' names",
+    r"jaxspec train .*--on ": "needs compilers for other devices; test_dry_run.py plans for the devices at hand",
+    r"jaxspec train .*--hosts ": "needs several hosts; test_train_hosts.py runs it in two processes",
     r"mesh = jaxspec.make_mesh\(": "needs eight devices; test_mesh.py makes these calls on simulated ones",
     r"\w+ = jaxspec\.\w+\(.*mesh=mesh": "needs eight devices; test_mesh.py makes these calls on simulated ones",
 }
