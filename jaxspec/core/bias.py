@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.checks import index
-from jaxspec.core.processor import Beginning
+from jaxspec.core.processor import Beginning, gather_rows
 from jaxspec.core.row_settings import FLOATS, as_array, is_abstract
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
@@ -83,9 +83,7 @@ class LogitBias:
     def apply_to(
         self, state: tuple[()], path: Int[Array, "B N D"], tokens: Int[Array, "B N R"], logits: Float[Array, "B N R"]
     ) -> Float[Array, "B N R"]:
-        at = jnp.maximum(tokens, 0)
-        bias = jnp.take_along_axis(self.bias, at.reshape(len(at), -1), 1).reshape(at.shape)
-        return logits + jnp.where(tokens >= 0, bias, 0.0)
+        return logits + jnp.where(tokens >= 0, gather_rows(self.bias, tokens), 0.0)
 
     def tree_flatten_with_keys(self) -> tuple[tuple, None]:
         return ((jax.tree_util.GetAttrKey("bias"), self.bias),), None

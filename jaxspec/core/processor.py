@@ -12,9 +12,11 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxspec.errors import InvalidConfig, shown
+
+_UNROLLED = 2  # the largest number of tokens that are walked without a loop
 
 
 @jax.tree_util.register_dataclass
@@ -129,15 +131,18 @@ class PointwiseProcessor(Processor, Protocol):
 
 @runtime_checkable
 class ForcingProcessor(Processor, Protocol):
-    """A processor that allows a single token after some texts. The decoder drafts such tokens, for any drafter."""
+    """A processor that allows a single token after some texts. The decoder drafts such tokens, for any drafter.
 
-    def forced(self, state: Any, path: Int[Array, "B N D"]) -> Int[Array, "B N"]:
-        """Returns the only token that is allowed after each text; -1 if several tokens are allowed, or it is not known.
+    Both methods take the states of the nodes of a tree: states as `absorb` returns them, in which every leaf has an
+    axis of nodes after the axis of rows.
+    """
 
-        Args:
-            state: the state of the absorbed text.
-            path: the tokens after the absorbed text; -1 after the end of a path.
-        """
+    def step(self, states: Any, tokens: Int[Array, "B N"]) -> Any:
+        """Returns the states after one more new token each; a token below 0 changes nothing."""
+        ...
+
+    def forced(self, states: Any) -> Int[Array, "B N"]:
+        """Returns the only token that is allowed in each state; -1 if there are several, or it is not known."""
         ...
 
 
@@ -273,6 +278,39 @@ def process_text(
         return absorb_all(processors, states, token[:, None], one, zero), changed
 
     return jnp.moveaxis(lax.scan(step, tuple(states), (tokens.T, jnp.moveaxis(logits, 1, 0)))[1], 0, 1)
+
+
+def spread_states(state: Any, nodes: int) -> Any:
+    """Returns the states of nodes that are all at the end of the absorbed text; see `ForcingProcessor`."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[:, None], (len(leaf), nodes, *leaf.shape[1:])), state)
+
+
+def walk(step: Callable[[Any, Array], Any], state: Any, tokens: Int[Array, "*B D"]) -> Any:
+    """Returns the state after D tokens, one after another.
+
+    Args:
+        step: returns the state after one token of each row or node.
+        state: the first state.
+        tokens: the tokens.
+    """
+    if tokens.shape[-1] <= _UNROLLED:
+        for depth in range(tokens.shape[-1]):
+            state = step(state, tokens[..., depth])
+        return state
+    # A loop, so that the size of the program does not grow with the number of tokens.
+    last = tokens.ndim - 1
+    return lax.fori_loop(
+        0,
+        tokens.shape[-1],
+        lambda depth, state: step(state, lax.dynamic_index_in_dim(tokens, depth, last, keepdims=False)),
+        state,
+    )
+
+
+def gather_rows(table: Shaped[Array, "B V"], tokens: Int[Array, "B N R"]) -> Shaped[Array, "B N R"]:
+    """Returns the entries of each row's tokens; the entry of token 0 for tokens below 0."""
+    at = jnp.maximum(tokens, 0)
+    return jnp.take_along_axis(table, at.reshape(len(at), -1), 1).reshape(at.shape)
 
 
 def count_tokens(

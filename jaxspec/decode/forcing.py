@@ -1,13 +1,15 @@
 """Drafts of tokens that processors force: where a single token is allowed, a correct draft costs nothing."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
-from jaxspec.core.processor import ForcingProcessor, Processor
+from jaxspec.core.processor import ForcingProcessor, Processor, spread_states
 from jaxspec.core.records import Proposal
 
 
@@ -32,26 +34,40 @@ def draft_forced(
         proposal: the proposal, with one tree per row.
         limit: the greatest depth of a drafted token of each row.
     """
-    pairs = [(one, state) for one, state in zip(processors, states) if isinstance(one, ForcingProcessor)]
+    forcing = [one for one in processors if isinstance(one, ForcingProcessor)]
     tree, depth = proposal.tree, proposal.tree.paths.shape[-1] - 1
-    if not pairs or not depth:
+    if not forcing or not depth:
         return proposal
+    parents, row = jnp.maximum(tree.parents, 0), jnp.arange(len(limit))[:, None]
 
-    def forced(tokens: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    def forced(tokens: Int[Array, "B N"], states: Sequence[Any]) -> Int[Array, "B N"]:
         """Returns the only token that is allowed after each drafted node; -1 if there are several."""
-        path = path_tokens(proposal, tokens)
-        only = jnp.stack([one.forced(state, path) for one, state in pairs]).max(0)
+        only = functools.reduce(jnp.maximum, (one.forced(state) for one, state in zip(forcing, states)))
         return jnp.where((tokens >= 0) & (tree.depths < limit[:, None]), only, -1)
 
-    def write(level: Array, tokens: Int[Array, "B N"]) -> Int[Array, "B N"]:
-        above = jnp.take_along_axis(forced(tokens), jnp.maximum(tree.parents, 0), 1)
-        here = (tree.depths == level) & (above >= 0) & (tree.parents >= 0)
-        return jnp.where(here, jnp.where(tree.ranks == 0, above, -1), tokens)
+    def write(level: Array, carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
+        """Writes the forced tokens of a level, and then the states after the tokens of the level."""
+        tokens, states = carry
+        here = (tree.depths == level) & (tree.parents >= 0)
+        above = jnp.where(here, forced(tokens, states)[row, parents], -1)
+        tokens = jnp.where(above >= 0, jnp.where(tree.ranks == 0, above, -1), tokens)
+        before = jax.tree.map(lambda leaf: leaf[row, parents], states)
+        after = [one.step(state, jnp.where(here, tokens, -1)) for one, state in zip(forcing, before)]
+        return tokens, jax.tree.map(lambda new, old: _select(here, new, old), after, states)
 
-    tokens = lax.fori_loop(1, depth + 1, write, proposal.tokens)
+    given = [
+        spread_states(state, len(parents[0]))
+        for one, state in zip(processors, states)
+        if isinstance(one, ForcingProcessor)
+    ]
+    tokens, after = lax.fori_loop(1, depth + 1, write, (proposal.tokens, given))
     law = proposal.law
     if law is not None:
-        only = forced(tokens)[..., None]
+        only = forced(tokens, after)[..., None]
         point = jnp.where(jnp.arange(law.shape[2]) == only, 0.0, -jnp.inf)
         law = jnp.where(only >= 0, point, law)
     return Proposal(tokens, tree, law)
+
+
+def _select(here: Bool[Array, "B N"], new: Array, old: Array) -> Array:
+    return jnp.where(here.reshape(*here.shape, *[1] * (new.ndim - 2)), new, old)

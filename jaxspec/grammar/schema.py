@@ -26,7 +26,7 @@ MAX_LENGTH = 4_000_000
 """The largest number of characters of a regular expression."""
 
 _ANNOTATIONS = {
-    "$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "example",
+    "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "example",
     "deprecated", "readOnly", "writeOnly", "discriminator",
 }  # fmt: skip
 _OF_TYPE = {
@@ -95,8 +95,8 @@ class _Writer:
                 )
         types = self.types(schema, keywords, path)
         known = {"type", "enum", "const"}.union(*(_OF_TYPE[one] for one in types))
-        for name in keywords:
-            if name not in known:
+        for name in keywords - known:
+            if _applies(name, types):
                 raise _unsupported(name, path, f"for type {' or '.join(types)}" if name in _NAMES else "")
         if "enum" in keywords or "const" in keywords:
             return self.values(schema, types, path)
@@ -201,7 +201,8 @@ class _Writer:
             raise InvalidConfig(f"enum at {path} must be a list of values, got {shown(listed)}")
         if "const" in schema:
             listed = [value for value in listed if _key(value) == _key(schema["const"])]
-        if others := {*schema} - _ANNOTATIONS - {"type", "enum", "const"}:
+        others = {name for name in {*schema} - _ANNOTATIONS - {"type", "enum", "const"} if _applies(name, types)}
+        if others:
             raise _unsupported(min(others), path, "beside enum or const")
         return _either(self.value(value) for value in listed if not types or _is_of(value, types))
 
@@ -335,6 +336,17 @@ class _Writer:
 
 
 _NAMES = set().union(*_OF_TYPE.values())
+
+
+def _applies(name: str, types: Sequence[str]) -> bool:
+    """Returns whether a keyword may say something about values of some types; no types are all types.
+
+    A keyword for values of another type has no effect: `maxItems` says nothing about a string.
+    """
+    owners = {one for one, names in _OF_TYPE.items() if name in names}
+    if owners & {"integer", "number"}:
+        owners |= {"integer", "number"}
+    return not types or not owners or bool(owners & {*types})
 
 
 def _unsupported(name: str, path: str, where: str = "") -> InvalidConfig:

@@ -7,16 +7,13 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.checks import index
-from jaxspec.core.processor import Beginning
+from jaxspec.core.processor import Beginning, spread_states, walk
 from jaxspec.core.row_settings import spread_setting
 from jaxspec.core.sizes import MAX_INT32
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
-
-_UNROLLED = 64  # the largest number of tokens that are absorbed without a loop
 
 
 class Thinking(NamedTuple):
@@ -68,51 +65,36 @@ class ThinkingBudget:
         if not self.begin.shape[1]:
             read &= jnp.arange(size) >= start[:, None]
 
-        def step(i: Array | int, state: Thinking) -> Thinking:
-            token, on = (lax.dynamic_slice_in_dim(a, i, 1, 1)[:, 0] for a in (tokens, read))
-            return self._step(state, token, on)
-
-        if size > _UNROLLED:
-            return lax.fori_loop(0, size, step, state)
-        for i in range(size):
-            state = step(i, state)
-        return state
+        return walk(self.step, state, jnp.where(read, tokens, -1))
 
     def apply(self, state: Thinking, path: Int[Array, "B N D"], logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:
-        forced = self.forced(state, path)[..., None]
+        forced = self._after(state, path)[..., None]
         return jnp.where((forced < 0) | (jnp.arange(logits.shape[2]) == forced), logits, -jnp.inf)
 
     def apply_to(
         self, state: Thinking, path: Int[Array, "B N D"], tokens: Int[Array, "B N R"], logits: Float[Array, "B N R"]
     ) -> Float[Array, "B N R"]:
-        forced = self.forced(state, path)[..., None]
+        forced = self._after(state, path)[..., None]
         return jnp.where((forced < 0) | (tokens < 0) | (tokens == forced), logits, -jnp.inf)
 
-    def forced(self, state: Thinking, path: Int[Array, "B N D"]) -> Int[Array, "B N"]:
-        """Returns the only token that is allowed after each text; -1 if several tokens are allowed.
-
-        Args:
-            state: the state of the absorbed text.
-            path: the tokens after the absorbed text; -1 after the end of a path.
-        """
-        shape = path.shape[:2]
-        state = jax.tree.map(lambda a: jnp.broadcast_to(a[:, None], (*shape, *a.shape[1:])), state)
-        for depth in range(path.shape[2]):
-            state = self._step(state, path[..., depth], path[..., depth] >= 0)
+    def forced(self, states: Thinking) -> Int[Array, "B N"]:
         budget = self.number[:, None]
-        at = jnp.clip(state.number - budget, 0, self.end.shape[1] - 1)
-        token = jnp.take_along_axis(jnp.broadcast_to(self.end[:, None], (*shape, self.end.shape[1])), at[..., None], 2)
-        return jnp.where((budget >= 0) & (state.number >= budget), token[..., 0], -1)
+        at = jnp.clip(states.number - budget, 0, self.end.shape[1] - 1)
+        return jnp.where((budget >= 0) & (states.number >= budget), jnp.take_along_axis(self.end, at, 1), -1)
 
-    def _step(self, state: Thinking, token: Int[Array, "*B"], on: Bool[Array, "*B"]) -> Thinking:
-        """Returns the state after one more token, where `on`."""
-        last = jnp.concatenate([state.last[..., 1:], token[..., None]], -1)
-        thinking = state.number >= 0
-        number = jnp.where(thinking, state.number + 1, -1)
+    def step(self, states: Thinking, tokens: Int[Array, "*B"]) -> Thinking:
+        """Returns the states after one more token each; a token below 0 changes nothing."""
+        on, last = tokens >= 0, jnp.concatenate([states.last[..., 1:], tokens[..., None]], -1)
+        thinking = states.number >= 0
+        number = jnp.where(thinking, states.number + 1, -1)
         number = jnp.where(thinking & self._ends_with(last, self.end), -1, number)
         if self.begin.shape[1]:
             number = jnp.where(~thinking & self._ends_with(last, self.begin), 0, number)
-        return Thinking(jnp.where(on, number, state.number), jnp.where(on[..., None], last, state.last))
+        return Thinking(jnp.where(on, number, states.number), jnp.where(on[..., None], last, states.last))
+
+    def _after(self, state: Thinking, path: Int[Array, "B N D"]) -> Int[Array, "B N"]:
+        """Returns the only token that is allowed after each path, or -1."""
+        return self.forced(walk(self.step, spread_states(state, path.shape[1]), path))
 
     @staticmethod
     def _ends_with(last: Int[Array, "*B L"], ids: Int[Array, "B K"]) -> Bool[Array, "*B"]:

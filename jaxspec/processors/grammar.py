@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.automaton import MAX_STATES, TokenAutomaton
-from jaxspec.core.processor import Beginning, Shared
+from jaxspec.core.processor import Beginning, Shared, spread_states, walk
 from jaxspec.errors import InvalidConfig, shown
 
 DEAD, FREE, ENDED = 0, 1, 2
@@ -83,15 +83,15 @@ class Grammar:
     ) -> GrammarState:
         index = jnp.arange(tokens.shape[1])
         new = (index < count[:, None]) & (index >= start[:, None])
-        classes = jnp.where(new, self._classes_of(state, jnp.maximum(tokens, 0)[:, None])[:, 0], PADDING)
+        classes = jnp.where(new, self._classes_of(state.stop_ids, tokens[:, None])[:, 0], PADDING)
         if tokens.shape[1] <= _MOST_NEW:
-            return state._replace(current=self._walk(state.current, classes))
+            return state._replace(current=walk(self._next, state.current, classes))
         # A prompt is not read: the loop goes only over positions that are new in some row.
         first = jnp.where(new.any(0), index, tokens.shape[1]).min()
         last = jnp.where(new.any(0), index, -1).max()
 
         def step(i: Array, current: Array) -> Array:
-            return self._walk(current, lax.dynamic_slice_in_dim(classes, i, 1, 1))
+            return self._next(current, lax.dynamic_index_in_dim(classes, i, 1, keepdims=False))
 
         return state._replace(current=lax.fori_loop(first, last + 1, step, state.current))
 
@@ -107,17 +107,16 @@ class Grammar:
     ) -> Float[Array, "B N R"]:
         """Returns the logits of some tokens as `apply` changes them; tokens below 0 are left out."""
         allowed = self._tables.next.value[self._states(state, path)] != DEAD
-        kinds = self._classes_of(state, jnp.maximum(tokens, 0))
+        kinds = self._classes_of(state.stop_ids, tokens)
         return jnp.where((tokens < 0) | jnp.take_along_axis(allowed, kinds, 2), logits, -jnp.inf)
 
-    def forced(self, state: GrammarState, path: Int[Array, "B N D"]) -> Int[Array, "B N"]:
-        """Returns the only token that the grammar allows after each text; -1 if it allows several tokens or the end.
+    def step(self, states: GrammarState, tokens: Int[Array, "B N"]) -> GrammarState:
+        kinds = self._classes_of(states.stop_ids, tokens[..., None])[..., 0]
+        return states._replace(current=self._next(states.current, kinds))
 
-        Args:
-            state: the state of the absorbed text.
-            path: the tokens after the absorbed text; -1 after the end of a path.
-        """
-        return self._tables.only.value[self._states(state, path)]
+    def forced(self, states: GrammarState) -> Int[Array, "B N"]:
+        """Returns the only token that the grammar allows in each state; -1 if it allows several tokens or the end."""
+        return self._tables.only.value[states.current]
 
     def tree_flatten_with_keys(self) -> tuple[tuple, bool]:
         made = self.tables is not None
@@ -142,29 +141,21 @@ class Grammar:
         row = jnp.arange(len(classes))[:, None]
         return classes.at[row, jnp.where(state.stop_ids < 0, classes.shape[1], state.stop_ids)].set(STOP, mode="drop")
 
-    def _classes_of(self, state: GrammarState, tokens: Int[Array, "B N M"]) -> Int[Array, "B N M"]:
-        """Returns the classes of some tokens."""
+    def _classes_of(self, stop_ids: Int[Array, "B *N M"], tokens: Int[Array, "B N R"]) -> Int[Array, "B N R"]:
+        """Returns the classes of some tokens; a token below 0 is padding."""
         table, at = self._tables.classes.value, self._tables.automaton[:, None, None]
-        kinds = table.at[at, tokens].get(mode="clip").astype(jnp.int32)
-        return jnp.where((tokens[..., None] == state.stop_ids[:, None, None]).any(-1), STOP, kinds)
+        kinds = table.at[at, jnp.maximum(tokens, 0)].get(mode="clip").astype(jnp.int32)
+        stops = stop_ids.reshape(len(stop_ids), -1, 1, stop_ids.shape[-1])
+        kinds = jnp.where((tokens[..., None] == stops).any(-1), STOP, kinds)
+        return jnp.where(tokens < 0, PADDING, kinds)
 
     def _states(self, state: GrammarState, path: Int[Array, "B N D"]) -> Int[Array, "B N"]:
         """Returns the state after each text: the row's state, and then the path."""
-        classes = jnp.where(path < 0, PADDING, self._classes_of(state, jnp.maximum(path, 0)))
-        return self._walk(jnp.broadcast_to(state.current[:, None], path.shape[:2]), classes)
+        return walk(self._next, spread_states(state.current, path.shape[1]), self._classes_of(state.stop_ids, path))
 
-    def _walk(self, current: Int[Array, "*B"], classes: Int[Array, "*B D"]) -> Int[Array, "*B"]:
-        """Returns the states after classes of tokens."""
-        table = self._tables.next.value
-
-        def step(depth: Array | int, current: Array) -> Array:
-            kinds = lax.dynamic_index_in_dim(classes, depth, classes.ndim - 1, keepdims=False)
-            return table[current, kinds].astype(jnp.int32)
-
-        if classes.shape[-1] <= 1:
-            return step(0, current) if classes.shape[-1] else current
-        # A loop, so that the size of the program does not grow with the depth of the tree.
-        return lax.fori_loop(0, classes.shape[-1], step, current)
+    def _next(self, current: Int[Array, "*B"], kinds: Int[Array, "*B"]) -> Int[Array, "*B"]:
+        """Returns the states after one more token of each class."""
+        return self._tables.next.value[current, kinds].astype(jnp.int32)
 
 
 def _tables(distinct: Sequence[TokenAutomaton], listed: Sequence[TokenAutomaton | None], vocab: int) -> Tables:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.checks import index
-from jaxspec.core.processor import Beginning
+from jaxspec.core.processor import Beginning, gather_rows
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
 
@@ -66,9 +66,7 @@ class _Mask:
     def apply_to(
         self, state: tuple[()], path: Int[Array, "B N D"], tokens: Int[Array, "B N R"], logits: Float[Array, "B N R"]
     ) -> Float[Array, "B N R"]:
-        at = jnp.maximum(tokens, 0)
-        allowed = jnp.take_along_axis(self.tokens, at.reshape(len(at), -1), 1).reshape(at.shape)
-        return jnp.where((tokens < 0) | allowed, logits, -jnp.inf)
+        return jnp.where((tokens < 0) | gather_rows(self.tokens, tokens), logits, -jnp.inf)
 
     def tree_flatten_with_keys(self) -> tuple[tuple, None]:
         return ((jax.tree_util.GetAttrKey("tokens"), self.tokens),), None

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.processor import Beginning, count_tokens, place
+from jaxspec.core.processor import Beginning, count_tokens, gather_rows, place
 from jaxspec.core.row_settings import Limits, spread_setting
 
 _MAX = float(np.finfo(np.float32).max)
@@ -47,9 +47,8 @@ class _Penalty:
         if not path.shape[2]:
             return out
         again = (path[..., :, None] == path[..., None, :]).sum(-1)  # occurrences of each token of a path in the path
-        at = jnp.maximum(path, 0)
-        before = jnp.take_along_axis(state, at.reshape(len(at), -1), 1).reshape(at.shape)
-        return place(out, path, self._change(jnp.take_along_axis(logits, at, 2), before + again))
+        own = jnp.take_along_axis(logits, jnp.maximum(path, 0), 2)
+        return place(out, path, self._change(own, gather_rows(state, path) + again))
 
     def apply_to(
         self,
@@ -58,10 +57,8 @@ class _Penalty:
         tokens: Int[Array, "B N R"],
         logits: Float[Array, "B N R"],
     ) -> Float[Array, "B N R"]:
-        at = jnp.maximum(tokens, 0)
-        before = jnp.take_along_axis(state, at.reshape(len(at), -1), 1).reshape(at.shape)
         again = (tokens[..., :, None] == path[..., None, :]).sum(-1)
-        return jnp.where(tokens < 0, logits, self._change(logits, before + again))
+        return jnp.where(tokens < 0, logits, self._change(logits, gather_rows(state, tokens) + again))
 
     def _column(self) -> Float[Array, "B 1 1"]:
         return self.strength[:, None, None]

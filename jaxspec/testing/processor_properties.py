@@ -14,6 +14,8 @@ from jaxspec.core.processor import (
     Processor,
     process_some,
     read_text,
+    spread_states,
+    walk,
 )
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import Topology, branching
@@ -126,7 +128,7 @@ def _check_some(
         got = process_some([settings], [state], path, some, given, vocab)
         require(np.array_equal(got, expected), settings, "has an apply_to that differs from apply")
     if isinstance(settings, ForcingProcessor):
-        only = np.asarray(settings.forced(state, path))[..., None]
+        only = np.asarray(settings.forced(walk(settings.step, spread_states(state, path.shape[1]), path)))[..., None]
         others = np.where((only >= 0) & (np.arange(vocab) != only), tree, -np.inf)
         require(np.isneginf(others).all(), settings, "allows another token than the forced one")
 

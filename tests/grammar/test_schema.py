@@ -153,12 +153,19 @@ def test_recursion_is_unrolled_to_a_depth_or_refused_with_its_path():
         ({"$ref": "#/$defs/a"}, "which the JSON schema does not have"),
         ({"enum": []}, "enum at # must be a list of values"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "allows no text"),
+        ({"type": "number", "maximum": 3}, "'maximum' at #, which is not supported for type number"),
         ({"type": "array", "minItems": -1}, "minItems at # must be a whole number from 0"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(schema, words):
     with pytest.raises(InvalidConfig, match=re.escape(words)):
         write_schema(schema)
+
+
+def test_keywords_of_other_types_have_no_effect():
+    schema = {"id": "a", "type": "array", "items": {"type": "null", "maxLength": 3}, "properties": {"a": {"not": {}}}}
+    assert write_schema(schema) == write_schema({"type": "array", "items": {"type": "null"}})
+    assert write_schema({"enum": ["a"], "type": "string", "maximum": 3}) == write_schema({"enum": ["a"]})
 
 
 def test_expressions_that_cannot_be_compiled_are_refused():

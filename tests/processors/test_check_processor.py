@@ -109,7 +109,10 @@ BROKEN = {
         "has an apply_to that differs from apply",
     ),
     "a forced token that is not alone": (
-        broken(forced=lambda self, state, path: jnp.zeros(path.shape[:2], jnp.int32)),
+        broken(
+            step=lambda self, states, tokens: states,
+            forced=lambda self, states: jnp.zeros(states.shape[:2], jnp.int32),
+        ),
         "allows another token than the forced one",
     ),
     "rows see one another": (

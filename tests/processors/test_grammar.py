@@ -16,7 +16,7 @@ from helpers.toys import request as make_request
 from jaxspec.analysis.enumeration import bias, joint_law
 from jaxspec.core.automaton import TokenAutomaton, read_vocabulary
 from jaxspec.core.bias import LogitBias
-from jaxspec.core.processor import Beginning, map_rows, process
+from jaxspec.core.processor import Beginning, map_rows, process, spread_states, walk
 from jaxspec.core.records import Status
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.theory import TokenCost
@@ -192,8 +192,8 @@ def test_a_forced_token_is_the_only_one():
             where = automaton.walk(text)
             allowed = np.flatnonzero(automaton.allowed(where))
             single = len(allowed) == 1 and not automaton.final[where]
-            path = jnp.asarray([[[*text, -1]]], jnp.int32)
-            assert int(grammar.forced(state, path)[0, 0]) == (allowed[0] if single else -1)
+            after = walk(grammar.step, spread_states(state, 1), jnp.asarray([[[*text, -1]]], jnp.int32))
+            assert int(grammar.forced(after)[0, 0]) == (allowed[0] if single else -1)
             if not len(allowed):
                 break
             text.append(int(rng.choice(allowed)))
