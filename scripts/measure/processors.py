@@ -24,6 +24,7 @@ import jaxspec
 from jaxspec.bench.measurements import add_record, quartiles, write_record
 from jaxspec.checkpoints.presets import fetch_preset
 from jaxspec.core.automaton import read_vocabulary
+from jaxspec.core.processor import Beginning, read_text
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.topology import chain
 from jaxspec.decode.loop import Decoder
@@ -91,16 +92,19 @@ def measure(vocab: int, nodes: int, members: list[str], repeats: int, rounds: in
     stops = jnp.full((1, 8), -1).at[0, 0].set(2)
     step = jax.jit(decoder.step)
 
+    slots = decoder.slots(TEXT + 256)
+    request = Request(tokens, jnp.full(1, TEXT), jnp.full(1, 256), jax.random.split(jax.random.key(0), 1), stops,
+                      Sampling(temperature=0.7).rows(1, vocab))  # fmt: skip
+    prefill = jax.jit(lambda weights, request: decoder.prefill(weights, decoder.init(weights, request, slots)))
+    prompt = jax.block_until_ready(prefill(weights, request))
+    beginning = Beginning(vocab, prompt.tokens.shape[1], stops)
+
     def prepare(name: str | None) -> Any:
+        """Returns a state inside the text; the round is compiled."""
         chosen = [] if name is None else [make_grammar(vocab) if name == "grammar" else MEMBERS[name]]
         sampling = Sampling(temperature=0.7, processors=chosen).rows(1, vocab)
-        request = Request(tokens, jnp.full(1, TEXT), jnp.full(1, 256), jax.random.split(jax.random.key(0), 1), stops,
-                          sampling)  # fmt: skip
-        slots = decoder.slots(TEXT + 256)
-        state = jax.jit(lambda weights, request: decoder.prefill(weights, decoder.init(weights, request, slots)))(
-            weights, request
-        )
-        return jax.block_until_ready(step(weights, state))  # compiles, and starts inside the text
+        read = read_text(sampling.processors, beginning, prompt.tokens[:, :TEXT], prompt.length, prompt.length)
+        return jax.block_until_ready(step(weights, prompt._replace(sampling=sampling, processed=read)))
 
     def seconds(state: Any) -> float:
         start = time.perf_counter()
