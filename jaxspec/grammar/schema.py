@@ -26,8 +26,8 @@ MAX_LENGTH = 4_000_000
 """The largest number of characters of a regular expression."""
 
 _ANNOTATIONS = {
-    "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default", "examples", "example",
-    "deprecated", "readOnly", "writeOnly", "discriminator",
+    "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default",
+    "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator",
 }  # fmt: skip
 _OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},

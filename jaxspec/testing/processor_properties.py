@@ -1,5 +1,6 @@
 """The properties of every correct processor, as a function that raises `AssertionError`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,18 @@ from jaxspec.testing.properties import require
 from jaxspec.testing.tables import ScriptedDrafter, TableLM
 
 _PATH = 3
+
+# Compiled as wholes, as in the decoder: a single compilation for each shape, in place of one for each operation.
+_apply = jax.jit(lambda settings, state, path, logits: settings.apply(state, path, logits))
+_absorb = jax.jit(lambda settings, state, tokens, count, start: settings.absorb(state, tokens, count, start))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _read(
+    settings: Processor, vocab: int, slots: int, stops: jax.Array, text: jax.Array, length: jax.Array, start: jax.Array
+) -> Any:
+    """Returns the state after a text."""
+    return read_text([settings], Beginning(vocab, slots, stops), text, length, start)[0]
 
 
 def check_processor(
@@ -68,7 +81,6 @@ def _check_divisions(
     """Compares divisions of each text; the prompt is the first half of a text."""
     batch, longest = len(rows), max(map(len, rows))
     stops = jnp.asarray(np.tile([*stop_ids, -1], (batch, 1)), jnp.int32)
-    beginning = Beginning(vocab, longest + 8, stops)
     text = np.asarray([row + [0] * (longest - len(row)) for row in rows], np.int32)
     lengths, starts = np.asarray([len(row) for row in rows]), np.asarray([len(row) // 2 for row in rows])
     logits = jnp.asarray(rng.normal(size=(batch, _PATH + 1, vocab)), jnp.float32)
@@ -76,26 +88,26 @@ def _check_divisions(
     def absorbed(length: np.ndarray, padding: int = 0) -> Any:
         """Returns the state after the first tokens of each text, with other tokens behind them."""
         tokens = np.where(np.arange(longest) < length[:, None], text, padding)
-        return read_text([settings], beginning, jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(starts))[0]
+        return _read(settings, vocab, longest + 8, stops, jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(starts))
 
     # The last tokens of a text as a path: the node at index i has i of them.
     first = lengths - _PATH
     ends = np.stack([text[np.arange(batch), first + i] for i in range(_PATH)], 1)
     path = np.where(np.arange(_PATH) < np.arange(_PATH + 1)[:, None], ends[:, None], -1).astype(np.int32)
     state = absorbed(first)
-    tree = settings.apply(state, jnp.asarray(path), logits)
+    tree = _apply(settings, state, jnp.asarray(path), logits)
     require(tree.shape == logits.shape and tree.dtype == logits.dtype, settings, "changes the shape or dtype of logits")
     require(not np.isnan(tree).any() and not np.isposinf(tree).any(), settings, "writes NaN or +inf into logits")
     nothing = jnp.zeros((batch, 1, 0), jnp.int32)
     for i in range(_PATH + 1):
-        after = settings.apply(absorbed(first + i), nothing, logits[:, i : i + 1])[:, 0]
+        after = _apply(settings, absorbed(first + i), nothing, logits[:, i : i + 1])[:, 0]
         require(np.array_equal(after, tree[:, i]), settings, "gives a path other logits than the absorbed text")
-        alone = settings.apply(state, jnp.asarray(path[:, i : i + 1]), logits[:, i : i + 1])[:, 0]
+        alone = _apply(settings, state, jnp.asarray(path[:, i : i + 1]), logits[:, i : i + 1])[:, 0]
         require(np.array_equal(alone, tree[:, i]), settings, "gives a node other logits beside other nodes")
     padded = jnp.asarray(np.pad(path, ((0, 0), (0, 0), (0, 2)), constant_values=-1))
-    same = np.array_equal(settings.apply(state, padded, logits), tree)
+    same = np.array_equal(_apply(settings, state, padded, logits), tree)
     require(same, settings, "depends on the padding of paths")
-    same = np.array_equal(settings.apply(absorbed(first, vocab - 1), jnp.asarray(path), logits), tree)
+    same = np.array_equal(_apply(settings, absorbed(first, vocab - 1), jnp.asarray(path), logits), tree)
     require(same, settings, "depends on the tokens behind a text")
     _check_rounds(settings, state, ends, starts - first, jnp.asarray(path), logits, absorbed(lengths))
     _check_some(settings, state, jnp.asarray(path), logits, tree, rng)
@@ -108,11 +120,11 @@ def _check_rounds(
     one, nothing = jnp.ones(len(ends), jnp.int32), path[:, :, :0]
     for i in range(ends.shape[1]):
         pair = jnp.asarray(np.stack([ends[:, i], (ends[:, i] + 1) % logits.shape[2]], 1), jnp.int32)
-        idle = settings.absorb(state, pair, jnp.zeros_like(one), jnp.asarray(start - i))
-        same = np.array_equal(settings.apply(idle, nothing, logits), settings.apply(state, nothing, logits))
+        idle = _absorb(settings, state, pair, jnp.zeros_like(one), jnp.asarray(start - i))
+        same = np.array_equal(_apply(settings, idle, nothing, logits), _apply(settings, state, nothing, logits))
         require(same, settings, "changes its state although no token is absorbed")
-        state = settings.absorb(state, pair, one, jnp.asarray(start - i))
-    same = np.array_equal(settings.apply(state, nothing, logits), settings.apply(whole, nothing, logits))
+        state = _absorb(settings, state, pair, one, jnp.asarray(start - i))
+    same = np.array_equal(_apply(settings, state, nothing, logits), _apply(settings, whole, nothing, logits))
     require(same, settings, "depends on how a text is divided into rounds")
 
 
