@@ -48,7 +48,9 @@ SCHEMA = {"type": "object", "properties": {f"field_{i}": FIELDS[i % len(FIELDS)]
 @functools.cache
 def make_grammar(vocab: int) -> jaxspec.Grammar:
     """Returns a grammar over the vocabulary of SmolLM2, repeated up to a size."""
-    pieces = token_pieces(jaxspec.load(fetch_preset("smollm2-135m-instruct")).tokenizer)
+    tokenizer = jaxspec.load(fetch_preset("smollm2-135m-instruct")).tokenizer
+    assert tokenizer is not None
+    pieces = token_pieces(tokenizer)
     automaton = compile_expression(write_schema(SCHEMA | {"required": [*SCHEMA["properties"]]}))
     return jaxspec.Grammar(read_vocabulary(automaton, [pieces[token % len(pieces)] for token in range(vocab)]))
 

@@ -20,7 +20,7 @@ import re
 import sys
 from typing import Any
 
-import jsonschema
+import jsonschema.validators
 import numpy as np
 
 import jaxspec
@@ -181,6 +181,7 @@ def main() -> int:
     add_record(parser.add_argument)
     arguments = parser.parse_args()
     model = jaxspec.load(fetch_preset("smollm2-135m-instruct"))
+    assert model.tokenizer is not None
     pieces = token_pieces(model.tokenizer)
     peer = Peer(model.tokenizer, pieces, model.stop_ids[0])
     sets = {"random": [random_document_schema(np.random.default_rng(seed)) for seed in range(arguments.random)]}
