@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxspec.bench.measurements import Measurement
+from scripts.figures.controlled import CONTROLLED
 from scripts.figures.tables import RENDERERS, Values, between, share, table, times
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -34,7 +35,8 @@ def block(name: str, records: Sequence[Measurement]) -> str:
     own = [record for record in records if record.id == name]
     if not own:
         return f"Not measured on this version yet (`--record {name}`).\n"
-    return "\n".join(f"{tables(RENDERERS[record.kind](record.values))}\n{provenance(record)}" for record in own)
+    rendering = RENDERERS | CONTROLLED
+    return "\n".join(f"{tables(rendering[record.kind](record.values))}\n{provenance(record)}" for record in own)
 
 
 def newest(records: Sequence[Measurement]) -> dict[str, Measurement]:

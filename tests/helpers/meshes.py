@@ -1,5 +1,6 @@
 """The programs that test_mesh.py runs on simulated devices."""
 
+import dataclasses
 import pathlib
 import re
 import tempfile
@@ -13,6 +14,7 @@ import jaxspec
 from cases import random_dflash, random_eagle
 from helpers.narrow import instance, not_none
 from helpers.toys import lively, noisy, transformer
+from jaxspec.core.automaton import TokenAutomaton
 from jaxspec.decode import session as sessions
 from jaxspec.decode.loop import Decoder
 from jaxspec.heads.medusa_config import HeadsConfig
@@ -129,6 +131,11 @@ def others(names) -> dict[str, list]:
         name: jnp.roll(a, -9, 0) if name in ("embed", "head") else a for name, a in OPTIONS["draft"].params.items()
     }
     plain = {"drafter": "none", "draft": None, "tree": None}
+    # Every third token is free, and forces the two after it.
+    table = np.full((3, 64), -1)
+    table[0], table[1, 7], table[2, 9] = 1, 2, 0
+    automaton = TokenAutomaton(table, [True, False, False], np.arange(64))
+    grammar = dataclasses.replace(OPTIONS["sampling"], processors=[jaxspec.Grammar(automaton)])
     ways = {
         "medusa": plain | {"drafter": "medusa", "heads": heads, "tree": jaxspec.branching(2, 1)},
         "eagle": plain | {"drafter": "eagle", "heads": random_eagle(target), "tree": jaxspec.dynamic(12, 2, 25)},
@@ -136,6 +143,8 @@ def others(names) -> dict[str, list]:
         "early-exit": plain | {"drafter": "early-exit", "drafter_options": {"exit_layers": 1}, "tree": 2},
         "another vocabulary": {"draft": jaxspec.Model(LM, turned, letters(9))},
         "rejection": {"rule": "rejection"},
+        "grammar": plain | {"drafter": "prompt-lookup", "sampling": grammar},
+        "grammar without a draft": plain | {"sampling": grammar},
     }
     mesh = jaxspec.make_mesh(2, 4)
     return {name: [texts(target, **ways[name], mesh=where) for where in (None, mesh)] for name in names}
