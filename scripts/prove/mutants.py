@@ -264,7 +264,7 @@ MUTANTS = (
         "decode/forcing.py",
         "found = tokens[jnp.arange(len(nodes))[:, None, None], jnp.maximum(nodes, 0)]",
         "found = tokens[jnp.arange(len(nodes))[:, None, None], jnp.maximum(nodes - jnp.take_along_axis(proposal.tree.ranks, jnp.maximum(nodes, 0).reshape(len(nodes), -1), 1).reshape(nodes.shape), 0)]",
-        ("tests/processors/test_grammar.py::test_drafts_change_neither_texts_nor_log_probabilities[model-dynamic]",),
+        ("tests/processors/test_grammar.py::test_drafts_change_neither_texts_nor_log_probabilities[chaos]",),
     ),
     Mutant(
         "forced-by-the-state-of-the-root",

@@ -40,7 +40,7 @@ def test_every_member_is_here():
 
 
 @pytest.mark.parametrize(
-    "name", with_slow(MEMBERS, MEMBERS.keys() - {"frequency", "min-new-tokens", "thinking-budget"})
+    "name", with_slow(MEMBERS, MEMBERS.keys() - {"min-new-tokens", "thinking-budget"})
 )
 def test_members_have_the_properties(name):
     check_processor(MEMBERS[name], stop_ids=[5])
