@@ -34,11 +34,11 @@ def draft_forced(
         proposal: the proposal, with one tree per row.
         limit: the greatest depth of a drafted token of each row.
     """
-    forcing = [one for one in processors if isinstance(one, ForcingProcessor)]
+    pairs = [(one, state) for one, state in zip(processors, states) if isinstance(one, ForcingProcessor)]
     tree, depth = proposal.tree, proposal.tree.paths.shape[-1] - 1
-    if not forcing or not depth:
+    if not pairs or not depth:
         return proposal
-    parents, row = jnp.maximum(tree.parents, 0), jnp.arange(len(limit))[:, None]
+    forcing, parents = [one for one, _ in pairs], jnp.maximum(tree.parents, 0)
 
     def forced(tokens: Int[Array, "B N"], states: Sequence[Any]) -> Int[Array, "B N"]:
         """Returns the only token that is allowed after each drafted node; -1 if there are several."""
@@ -49,17 +49,13 @@ def draft_forced(
         """Writes the forced tokens of a level, and then the states after the tokens of the level."""
         tokens, states = carry
         here = (tree.depths == level) & (tree.parents >= 0)
-        above = jnp.where(here, forced(tokens, states)[row, parents], -1)
+        above = jnp.where(here, _gather(forced(tokens, states), parents), -1)
         tokens = jnp.where(above >= 0, jnp.where(tree.ranks == 0, above, -1), tokens)
-        before = jax.tree.map(lambda leaf: leaf[row, parents], states)
+        before = jax.tree.map(lambda leaf: _gather(leaf, parents), states)
         after = [one.step(state, jnp.where(here, tokens, -1)) for one, state in zip(forcing, before)]
         return tokens, jax.tree.map(lambda new, old: _select(here, new, old), after, states)
 
-    given = [
-        spread_states(state, len(parents[0]))
-        for one, state in zip(processors, states)
-        if isinstance(one, ForcingProcessor)
-    ]
+    given = [spread_states(state, parents.shape[1]) for _, state in pairs]
     tokens, after = lax.fori_loop(1, depth + 1, write, (proposal.tokens, given))
     law = proposal.law
     if law is not None:
@@ -67,6 +63,11 @@ def draft_forced(
         point = jnp.where(jnp.arange(law.shape[2]) == only, 0.0, -jnp.inf)
         law = jnp.where(only >= 0, point, law)
     return Proposal(tokens, tree, law)
+
+
+def _gather(values: Array, nodes: Int[Array, "B N"]) -> Array:
+    """Returns the values of nodes, of each row its own."""
+    return jnp.take_along_axis(values, nodes.reshape(*nodes.shape, *[1] * (values.ndim - 2)), 1)
 
 
 def _select(here: Bool[Array, "B N"], new: Array, old: Array) -> Array:

@@ -39,9 +39,7 @@ def test_every_member_is_here():
     assert MEMBERS.keys() == {name for name in PROCESSORS if PROCESSORS.own(name)} - others
 
 
-@pytest.mark.parametrize(
-    "name", with_slow(MEMBERS, MEMBERS.keys() - {"min-new-tokens", "thinking-budget"})
-)
+@pytest.mark.parametrize("name", with_slow(MEMBERS, MEMBERS.keys() - {"min-new-tokens", "thinking-budget"}))
 def test_members_have_the_properties(name):
     check_processor(MEMBERS[name], stop_ids=[5])
 

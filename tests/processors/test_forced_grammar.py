@@ -1,6 +1,7 @@
 """Tests of tokens that a grammar forces: they are drafted in batches, rollouts and sessions, and change no text."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 
 import jaxspec
-from helpers.toys import decoder, extend, run, start, texts
+from helpers.toys import RAGGED, decoder, extend, run, start, texts
 from helpers.toys import request as make_request
 from jaxspec.core.automaton import TokenAutomaton
+from jaxspec.core.processor import Beginning, spread_states, walk
+from jaxspec.core.records import Proposal
 from jaxspec.core.topology import chain
+from jaxspec.core.tree import Tree
+from jaxspec.decode.forcing import draft_forced
 from jaxspec.decode.state import Weights
 from jaxspec.drafters.none import NoDraft
 from jaxspec.drafters.prompt_lookup import PromptLookup
@@ -44,6 +49,38 @@ def is_of_grammar(tokens: list[int]) -> bool:
     tokens = [token for token in tokens if token != STOP]
     parts = [tokens[i : i + 1 + len(KEYWORD)] for i in range(0, len(tokens), 1 + len(KEYWORD))]
     return all(part[0] < 5 and part[1:] == KEYWORD[: len(part) - 1] for part in parts)
+
+
+@pytest.mark.parametrize("topology", [chain(6), RAGGED])
+@pytest.mark.parametrize("one", [GRAMMAR, jaxspec.ThinkingBudget(np.array([2, -1]), [7, 3, 9])])
+def test_the_first_child_of_a_node_is_the_token_that_its_path_forces(one, topology):
+    rows, limits, shape = one.rows(2, V), [3, 6], topology.shape
+    state = rows.init(Beginning(V, 32, jnp.full((2, 1), STOP)))
+    tree = Tree(*(jnp.broadcast_to(jnp.asarray(leaf), (2, *np.shape(leaf))) for leaf in topology.tree))
+    drafted = np.random.default_rng(0).integers(0, 5, (2, shape.nodes)).astype(np.int32)
+    drafted[0, 2] = -1
+    law = np.log(np.full((2, shape.nodes, V), 1 / V, np.float32))
+    got = draft_forced([rows], [state], Proposal(jnp.asarray(drafted), tree, jnp.asarray(law)), jnp.asarray(limits))
+    parents, depths, ranks = (np.asarray(leaf) for leaf in topology.tree[:3])
+    changed = 0
+    for row, node in itertools.product(range(2), range(shape.nodes)):
+        path, above = [], node
+        while above > 0:
+            path, above = [drafted[row, above], *path], parents[above]
+        if -1 in path:  # no rule reaches the node
+            law[row, node] = got.law[row, node]
+            continue
+        if depths[node] >= limits[row]:
+            continue
+        states = walk(rows.step, spread_states(state, 1), jnp.asarray([[path]] * 2, jnp.int32).reshape(2, 1, -1))
+        if (only := int(rows.forced(states)[row, 0])) >= 0:
+            for child in np.flatnonzero(parents == node):
+                drafted[row, child] = only if ranks[child] == 0 else -1
+            law[row, node] = np.where(np.arange(V) == only, 0, -np.inf)
+            changed += 1
+    assert changed
+    np.testing.assert_array_equal(got.tokens, drafted)
+    np.testing.assert_array_equal(got.law, law)
 
 
 def test_rows_that_take_the_places_of_others_draft_forced_tokens():
