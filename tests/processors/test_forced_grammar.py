@@ -52,7 +52,7 @@ def is_of_grammar(tokens: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("topology", [chain(6), RAGGED])
-@pytest.mark.parametrize("one", [GRAMMAR, jaxspec.ThinkingBudget(np.array([2, -1]), [7, 3, 9])])
+@pytest.mark.parametrize("one", [GRAMMAR, jaxspec.ThinkingBudget(np.array([1, -1]), [7, 3, 9])])
 def test_the_first_child_of_a_node_is_the_token_that_its_path_forces(one, topology):
     rows, limits, shape = one.rows(2, V), [3, 6], topology.shape
     state = rows.init(Beginning(V, 32, jnp.full((2, 1), STOP)))
