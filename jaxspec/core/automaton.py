@@ -16,7 +16,9 @@ from jaxspec.errors import InvalidConfig
 MAX_STATES = 16_384
 """The largest number of states of a token automaton."""
 
-_MAX_ENTRIES = 1 << 28  # of the functions of prefixes of tokens, in `read_vocabulary`
+_MAX_ENTRIES = 1 << 27  # of the functions of prefixes of tokens, in `read_vocabulary`
+
+_COLUMNS = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,17 +148,18 @@ def read_vocabulary(automaton: ByteAutomaton, pieces: Sequence[bytes | None]) ->
     functions, of_token = _functions(automaton, pieces)
     numbers, classes = np.unique(of_token, return_inverse=True)
     dead = len(automaton.final)
-    table = np.stack([functions[number] for number in numbers], axis=1)[:dead]
-    table = np.where(table == dead, -1, table)
+    table = np.stack([functions[number][:dead] for number in numbers], axis=1)
+    del functions  # a large grammar has some 100 MB of them
+    table[table == dead] = -1
     reached = _reached(table, [automaton.start])
-    position = np.full(dead + 1, -1)
+    position = np.full(dead + 1, -1, np.int32)
     position[reached] = np.arange(len(reached))
     table, final = position[table[reached]], automaton.final[reached]  # position[-1] is -1
     alive = leads_to(table, final)
     if not alive[0]:
         raise InvalidConfig("no sequence of the vocabulary's tokens fits the grammar; the grammar may be empty")
-    position = np.where(alive, np.cumsum(alive) - 1, -1)
-    table = np.where(table < 0, -1, position[table])[alive]
+    position = np.where(alive, np.cumsum(alive) - 1, -1).astype(np.int32)
+    table = np.where(table < 0, np.int32(-1), position[table])[alive]
     return _folded(table, final[alive], classes.astype(np.int32))
 
 
@@ -218,8 +221,12 @@ def _reached(table: np.ndarray, start: Sequence[int]) -> np.ndarray:
 def leads_to(table: np.ndarray, final: np.ndarray) -> np.ndarray:
     """Returns for each state whether a final state is reached from it."""
     states = len(table)
-    source, column = np.nonzero(table >= 0)
-    after, before = np.divmod(np.unique(table[source, column].astype(np.int64) * states + source), states)
+    edges = []
+    for first in range(0, table.shape[1], _COLUMNS):  # few columns at a time, so that a large table is not copied
+        some = table[:, first : first + _COLUMNS]
+        source, column = np.nonzero(some >= 0)
+        edges.append(np.unique(some[source, column].astype(np.int64) * states + source))
+    after, before = np.divmod(np.unique(np.concatenate(edges)), states)
     begins = np.searchsorted(after, np.arange(states + 1))
     found, left = final.copy(), np.flatnonzero(final).tolist()
     while left:
