@@ -4,6 +4,7 @@ Properties are written in the order of the schema, and only properties that the 
 is therefore valid, but not every valid text has this form. A keyword that the expression cannot enforce is refused.
 """
 
+import difflib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,12 @@ MAX_LENGTH = 4_000_000
 _ANNOTATIONS = {
     "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default",
     "examples", "example", "deprecated", "readOnly", "writeOnly", "discriminator",
+}  # fmt: skip
+_UNSUPPORTED = {
+    "not", "if", "then", "else", "patternProperties", "propertyNames", "minProperties", "maxProperties", "dependencies",
+    "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems", "additionalItems",
+    "uniqueItems", "contains", "minContains", "maxContains", "multipleOf", "$dynamicRef", "$recursiveRef", "extends",
+    "disallow", "divisibleBy",
 }  # fmt: skip
 _OF_TYPE = {
     "object": {"properties", "required", "additionalProperties"},
@@ -87,7 +94,7 @@ class _Writer:
             return self.any_value(ANY_DEPTH) if schema else None
         if not isinstance(schema, Mapping):
             raise InvalidConfig(f"the JSON schema must be an object at {path}, got {shown(schema)}")
-        keywords = {key for key in schema if key not in _ANNOTATIONS}
+        keywords = {key for key in schema if _is_keyword(key, path)}
         for name in ("$ref", "anyOf", "oneOf", "allOf"):
             if name in keywords:
                 return getattr(self, f"_{name.removeprefix('$')}")(
@@ -201,7 +208,8 @@ class _Writer:
             raise InvalidConfig(f"enum at {path} must be a list of values, got {shown(listed)}")
         if "const" in schema:
             listed = [value for value in listed if _key(value) == _key(schema["const"])]
-        others = {name for name in {*schema} - _ANNOTATIONS - {"type", "enum", "const"} if _applies(name, types)}
+        named = {name for name in schema if _is_keyword(name, path)}
+        others = {name for name in named - {"type", "enum", "const"} if _applies(name, types)}
         if others:
             raise _unsupported(min(others), path, "beside enum or const")
         return _either(self.value(value) for value in listed if not types or _is_of(value, types))
@@ -336,6 +344,24 @@ class _Writer:
 
 
 _NAMES = set().union(*_OF_TYPE.values())
+_KEYWORDS = _NAMES | _UNSUPPORTED | {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"}
+
+
+def _is_keyword(name: Any, path: str) -> bool:
+    """Returns whether a word is a keyword; words that JSON Schema does not know have no effect, as it says.
+
+    Raises:
+        InvalidConfig: the word seems to be a misspelt keyword.
+    """
+    if name in _KEYWORDS or name in _ANNOTATIONS or not str(name)[:1].isalpha():
+        return name in _KEYWORDS
+    words = {word.lower(): word for word in _KEYWORDS | _ANNOTATIONS}
+    like = [words[word] for word in difflib.get_close_matches(str(name).lower(), words, 1, 0.85)]
+    if like and like[0] in _KEYWORDS:
+        raise InvalidConfig(
+            f"the JSON schema has {shown(name)} at {path}, which is not a keyword; did you mean {like[0]!r}?"
+        )
+    return False
 
 
 def _applies(name: str, types: Sequence[str]) -> bool:

@@ -154,6 +154,8 @@ def test_recursion_is_unrolled_to_a_depth_or_refused_with_its_path():
         ({"enum": []}, "enum at # must be a list of values"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "allows no text"),
         ({"type": "number", "maximum": 3}, "'maximum' at #, which is not supported for type number"),
+        ({"type": "string", "maxlength": 3}, "'maxlength' at #, which is not a keyword; did you mean 'maxLength'?"),
+        ({"properties": {"a": {"oneof": []}}}, "'oneof' at #/properties/a, which is not a keyword"),
         ({"type": "array", "minItems": -1}, "minItems at # must be a whole number from 0"),
     ],
 )
@@ -165,6 +167,8 @@ def test_what_is_not_supported_is_refused_by_name(schema, words):
 def test_keywords_of_other_types_have_no_effect():
     schema = {"id": "a", "type": "array", "items": {"type": "null", "maxLength": 3}, "properties": {"a": {"not": {}}}}
     assert write_schema(schema) == write_schema({"type": "array", "items": {"type": "null"}})
+    unknown = {"type": "string", "x-order": 3, "self": {}, "_format": "uri", "readonly": True}
+    assert write_schema(unknown) == write_schema({"type": "string"})
     assert write_schema({"enum": ["a"], "type": "string", "maximum": 3}) == write_schema({"enum": ["a"]})
 
 

@@ -72,7 +72,8 @@ def test_the_first_child_of_a_node_is_the_token_that_its_path_forces(one, topolo
             continue
         if depths[node] >= limits[row]:
             continue
-        states = walk(rows.step, spread_states(state, 1), jnp.asarray([[path]] * 2, jnp.int32).reshape(2, 1, -1))
+        padded = [*path, *[-1] * (shape.depth - len(path))]
+        states = walk(rows.step, spread_states(state, 1), jnp.asarray([[padded]] * 2, jnp.int32))
         if (only := int(rows.forced(states)[row, 0])) >= 0:
             for child in np.flatnonzero(parents == node):
                 drafted[row, child] = only if ranks[child] == 0 else -1
