@@ -39,7 +39,8 @@ from helpers.schemas import random_document_schema
 
 RANDOM, STEPS, WALKS = 200, 60, 2
 SEPARATORS = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-WHERE = re.compile(r" at #\S*|\(.*?\)|'#\S*'|[0-9][0-9,]*")
+WHERE = re.compile(r" at #\S*|\(.*?\)|'#\S*'")
+SIZE = re.compile(r"[0-9][0-9,]* (states|characters)")
 
 
 class Peer:
@@ -134,7 +135,7 @@ def compare(schemas: list[Any], peer: Peer, pieces: list[bytes | None]) -> dict[
             expression = write_schema(schema, whitespace="compact")
             automaton = read_vocabulary(compile_expression(expression), pieces)
         except InvalidConfig as error:
-            reason = WHERE.sub("", str(error).split("; ")[0].split(", got")[0]).strip()
+            reason = SIZE.sub(r"too many \1", WHERE.sub("", str(error).split("; ")[0].split(", got")[0])).strip()
             refused[reason] += 1
             continue
         counts["schemas"] += 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxspec
+from helpers.narrow import not_none
 from helpers.toys import RAGGED, decoder, extend, run, start, texts
 from helpers.toys import request as make_request
 from jaxspec.core.automaton import TokenAutomaton
@@ -56,12 +57,12 @@ def is_of_grammar(tokens: list[int]) -> bool:
 def test_the_first_child_of_a_node_is_the_token_that_its_path_forces(one, topology):
     rows, limits, shape = one.rows(2, V), [3, 6], topology.shape
     state = rows.init(Beginning(V, 32, jnp.full((2, 1), STOP)))
-    tree = Tree(*(jnp.broadcast_to(jnp.asarray(leaf), (2, *np.shape(leaf))) for leaf in topology.tree))
+    tree = Tree(*(jnp.broadcast_to(jnp.asarray(leaf), (2, *np.shape(leaf))) for leaf in not_none(topology.tree)))
     drafted = np.random.default_rng(0).integers(0, 5, (2, shape.nodes)).astype(np.int32)
     drafted[0, 2] = -1
     law = np.log(np.full((2, shape.nodes, V), 1 / V, np.float32))
     got = draft_forced([rows], [state], Proposal(jnp.asarray(drafted), tree, jnp.asarray(law)), jnp.asarray(limits))
-    parents, depths, ranks = (np.asarray(leaf) for leaf in topology.tree[:3])
+    parents, depths, ranks = (np.asarray(leaf) for leaf in not_none(topology.tree)[:3])
     changed = 0
     for row, node in itertools.product(range(2), range(shape.nodes)):
         path, above = [], node
