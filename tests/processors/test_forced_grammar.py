@@ -69,7 +69,7 @@ def test_the_first_child_of_a_node_is_the_token_that_its_path_forces(one, topolo
         while above > 0:
             path, above = [drafted[row, above], *path], parents[above]
         if -1 in path:  # no rule reaches the node
-            law[row, node] = got.law[row, node]
+            law[row, node] = not_none(got.law)[row, node]
             continue
         if depths[node] >= limits[row]:
             continue
