@@ -413,7 +413,7 @@ def training_scale(values: Values) -> str:
                      f"{needed} of {line['memory'] / 1e9:.0f}", f"{line['unsplit'] / 1e9:.1f}",
                      f"{line['tflop']:.0f}", f"{line['ideal_ms']:.0f}"])  # fmt: skip
     headings = ["target, heads", "devices", "target, GB of each device", "heads and moments, GB",
-                "tables and batches, GB", "temporary, GB", "needed, GB", "unsplit, GB", "TFLOP a step",
+                "tables and batches, GB", "temporary, GB", "needed, GB", "unsplit, GB", "TFLOP of each device",
                 "ideal time, ms"]  # fmt: skip
     said = table(headings, rows)
     for line in values["lines"]:

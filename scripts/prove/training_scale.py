@@ -177,7 +177,9 @@ def main() -> int:
     if arguments.record:
         packages = ("jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12") if arguments.gpu else ("libtpu",)
         words = ["python", "-m", "scripts.prove.training_scale"]
-        words += [word for word, given in (("--gpu", arguments.gpu),) if given]
+        words += ["--gpu"] * arguments.gpu
+        for name in ("on", "kinds"):
+            words += [f"--{name}", given] if (given := getattr(arguments, name)) else []
         versions = {name: importlib.metadata.version(name) for name in packages}
         write_record(arguments.record, "training-scale", words, {"lines": jax.tree.map(rounded, lines)}, versions)
     return int(any(line["share"] is None or line["share"] > MAX_SHARE for line in lines))
