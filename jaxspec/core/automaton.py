@@ -53,6 +53,8 @@ class TokenAutomaton:
         next: `[S, C]`, the next state after a token of each class; -1 for none.
         final: `[S]`, whether a text may end in each state.
         classes: `[V]`, the class of each token.
+        drafts: `[S]`, the token to draft in each state, or -1: where the next bytes are forced, the longest token of
+            them. None if tokens are not spelled.
 
     Raises:
         InvalidConfig: the shapes or the numbers do not fit together, or there are too many states.
@@ -61,6 +63,7 @@ class TokenAutomaton:
     next: Any
     final: Any
     classes: Any
+    drafts: Any = None
 
     def __post_init__(self):
         shapes = [np.shape(value) for value in (self.next, self.final, self.classes)]
@@ -80,6 +83,10 @@ class TokenAutomaton:
                 raise InvalidConfig(f"{name} of a TokenAutomaton must be whole numbers from {least} to {end - 1}")
             object.__setattr__(self, name, array.astype(np.int32))
         object.__setattr__(self, "final", np.asarray(self.final, bool))
+        drafts = np.full(states, -1) if self.drafts is None else np.asarray(self.drafts)
+        if drafts.shape != (states,) or not -1 <= drafts.min() <= drafts.max() < self.vocab:
+            raise InvalidConfig(f"drafts of a TokenAutomaton must be a token id or -1 for each of the {states} states")
+        object.__setattr__(self, "drafts", drafts.astype(np.int32))
 
     def __repr__(self) -> str:
         return f"TokenAutomaton({self.next.shape[0]} states, {self.next.shape[1]} classes of {self.vocab} tokens)"
@@ -129,6 +136,7 @@ class TokenAutomaton:
             np.concatenate([waiting, np.where(table < 0, -1, table + size)]),
             np.concatenate([np.full(size, not required), self.final]),
             classes,
+            np.concatenate([np.full(size, -1, np.int32), self.drafts]),
         )
 
 
@@ -160,7 +168,25 @@ def read_vocabulary(automaton: ByteAutomaton, pieces: Sequence[bytes | None]) ->
         raise InvalidConfig("no sequence of the vocabulary's tokens fits the grammar; the grammar may be empty")
     position = np.where(alive, np.cumsum(alive) - 1, -1).astype(np.int32)
     table = np.where(table < 0, np.int32(-1), position[table])[alive]
-    return _folded(table, final[alive], classes.astype(np.int32))
+    drafts = _forced_tokens(automaton, pieces, reached[alive])
+    drafts = np.where(table[np.arange(len(table)), classes[drafts]] < 0, -1, drafts)
+    return _folded(table, final[alive], classes.astype(np.int32), drafts)
+
+
+def _forced_tokens(automaton: ByteAutomaton, pieces: Sequence[bytes | None], states: np.ndarray) -> np.ndarray:
+    """Returns for each state the longest token of the bytes that are forced there; -1 if none are."""
+    tokens = {piece: token for token, piece in reversed([*enumerate(pieces)]) if piece}
+    longest = max(map(len, tokens))
+    forced = ((automaton.next >= 0).sum(1) == 1) & ~automaton.final
+    byte = (automaton.next >= 0).argmax(1)
+    found = []
+    for state in states.tolist():
+        text, best = b"", -1
+        while forced[state] and len(text) < longest:
+            text += bytes([byte[state]])
+            best, state = tokens.get(text, best), int(automaton.next[state, byte[state]])
+        found.append(best)
+    return np.asarray(found, np.int32)
 
 
 def _functions(automaton: ByteAutomaton, pieces: Sequence[bytes | None]) -> tuple[list[np.ndarray], np.ndarray]:
@@ -237,8 +263,8 @@ def leads_to(table: np.ndarray, final: np.ndarray) -> np.ndarray:
     return found
 
 
-def _folded(table: np.ndarray, final: np.ndarray, classes: np.ndarray) -> TokenAutomaton:
+def _folded(table: np.ndarray, final: np.ndarray, classes: np.ndarray, drafts: np.ndarray) -> TokenAutomaton:
     """Returns an automaton with one class for all tokens that every state treats alike. Whole columns are compared."""
     used, classes = np.unique(classes, return_inverse=True)
     columns, number = np.unique(table[:, used], axis=1, return_inverse=True)
-    return TokenAutomaton(columns, final, number.reshape(-1)[classes.reshape(-1)])
+    return TokenAutomaton(columns, final, number.reshape(-1)[classes.reshape(-1)], drafts)

@@ -131,7 +131,9 @@ class PointwiseProcessor(Processor, Protocol):
 
 @runtime_checkable
 class ForcingProcessor(Processor, Protocol):
-    """A processor that allows a single token after some texts. The decoder drafts such tokens, for any drafter.
+    """A processor after which some tokens are known, or nearly so. The decoder drafts such tokens, for any drafter.
+
+    A token after which others are allowed, too, is verified as every draft is. It is worth drafting where it is likely.
 
     Both methods take the states of the nodes of a tree: states as `absorb` returns them, in which every leaf has an
     axis of nodes after the axis of rows.
@@ -142,7 +144,7 @@ class ForcingProcessor(Processor, Protocol):
         ...
 
     def forced(self, states: Any) -> Int[Array, "B N"]:
-        """Returns the only token that is allowed in each state; -1 if there are several, or it is not known."""
+        """Returns the token to draft in each state, such as the only one that is allowed; -1 for none."""
         ...
 
 

@@ -28,7 +28,7 @@ class Tables(NamedTuple):
 
     next: Shared  # [S, C], the next state of each state and class
     classes: Shared  # [G, V], the class of each token in each automaton
-    only: Shared  # [S], the only token that a state allows; -1 if it allows several tokens or the end
+    drafts: Shared  # [S], the token to draft in each state: the only one, or the longest one of forced bytes; or -1
     automaton: Int[Array | np.ndarray, "B"]
     start: Int[Array | np.ndarray, "B"]
 
@@ -115,8 +115,8 @@ class Grammar:
         return states._replace(current=self._next(states.current, kinds))
 
     def forced(self, states: GrammarState) -> Int[Array, "B N"]:
-        """Returns the only token that the grammar allows in each state; -1 if it allows several tokens or the end."""
-        return self._tables.only.value[states.current]
+        """Returns the token to draft in each state: the only one, or the longest one of the bytes that are forced."""
+        return self._tables.drafts.value[states.current]
 
     def tree_flatten_with_keys(self) -> tuple[tuple, bool]:
         made = self.tables is not None
@@ -174,19 +174,19 @@ def _tables(distinct: Sequence[TokenAutomaton], listed: Sequence[TokenAutomaton 
     widest = max((one.next.shape[1] for one in distinct), default=1)
     table = np.full((_round(3 + sum(sizes)), _round(3 + widest)), DEAD, np.int16)
     classes = np.full((_round(len(distinct), 1), vocab), UNKNOWN, np.int16 if widest < 2**15 - 3 else np.int32)
-    only = np.full(len(table), -1, np.int32)
+    drafts = np.full(len(table), -1, np.int32)
     table[FREE], table[:, PADDING] = FREE, np.arange(len(table))
     for number, (one, start) in enumerate(zip(distinct, starts)):
         states, kinds = one.next.shape
         table[start : start + states, 3 : 3 + kinds] = np.where(one.next < 0, DEAD, one.next + start)
         table[start : start + states, STOP] = np.where(one.final, ENDED, DEAD)
         classes[number, : one.vocab] = 3 + one.classes
-        only[start : start + states] = _only(one)
+        drafts[start : start + states] = np.where(one.drafts < 0, _only(one), one.drafts)
     of_row = {id(one): number for number, one in enumerate(distinct)}
     automaton = np.asarray([of_row.get(id(one), 0) for one in listed], np.int32)
     start = np.asarray([FREE if one is None else starts[of_row[id(one)]] for one in listed], np.int32)
-    table, classes, only = (Shared(jnp.asarray(array)) for array in (table, classes, only))
-    return Tables(table, classes, only, jnp.asarray(automaton), jnp.asarray(start))
+    table, classes, drafts = (Shared(jnp.asarray(array)) for array in (table, classes, drafts))
+    return Tables(table, classes, drafts, jnp.asarray(automaton), jnp.asarray(start))
 
 
 def _only(automaton: TokenAutomaton) -> Int[np.ndarray, "S"]:

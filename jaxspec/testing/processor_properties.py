@@ -141,8 +141,8 @@ def _check_some(
         require(np.array_equal(got, expected), settings, "has an apply_to that differs from apply")
     if isinstance(settings, ForcingProcessor):
         only = np.asarray(settings.forced(walk(settings.step, spread_states(state, path.shape[1]), path)))[..., None]
-        others = np.where((only >= 0) & (np.arange(vocab) != only), tree, -np.inf)
-        require(np.isneginf(others).all(), settings, "allows another token than the forced one")
+        forced = np.where((only >= 0) & (np.arange(vocab) == only), tree, 0.0)
+        require(not np.isneginf(forced).any(), settings, "forbids the token that it forces")
 
 
 def _check_decoding(

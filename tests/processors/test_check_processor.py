@@ -106,12 +106,13 @@ BROKEN = {
         broken(apply_to=lambda self, state, path, tokens, logits: logits),
         "has an apply_to that differs from apply",
     ),
-    "a forced token that is not alone": (
+    "a forced token that is forbidden": (
         broken(
+            apply=lambda self, state, path, logits: jnp.where(jnp.arange(logits.shape[2]) == 0, -jnp.inf, logits),
             step=lambda self, states, tokens: states,
             forced=lambda self, states: jnp.zeros(states.shape[:2], jnp.int32),
         ),
-        "allows another token than the forced one",
+        "forbids the token that it forces",
     ),
     "rows see one another": (
         broken(apply=lambda self, state, path, logits: Counting.apply(self, state, path, logits) - logits.mean(0)),

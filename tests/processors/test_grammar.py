@@ -161,7 +161,8 @@ def test_rules_keep_the_law_of_an_automaton_exactly(name):
         assert 0.2 < zeros.mean() < 0.9
 
 
-def test_a_forced_token_is_the_only_one():
+def test_a_forced_token_is_the_only_one_or_the_longest_of_forced_bytes():
+    spelled, longer = {token: piece for token, piece in enumerate(PIECES) if piece}, 0
     for number, automaton in enumerate(AUTOMATA):
         grammar = Grammar(automaton).rows(1, V)
         state = grammar.init(Beginning(V, 64, jnp.full((1, 1), 11, jnp.int32)))
@@ -169,12 +170,20 @@ def test_a_forced_token_is_the_only_one():
         for _ in range(12):
             where = automaton.walk(text)
             allowed = np.flatnonzero(automaton.allowed(where))
-            single = len(allowed) == 1 and not automaton.final[where]
             after = walk(grammar.step, spread_states(state, 1), jnp.asarray([[[*text, -1]]], jnp.int32))
-            assert int(grammar.forced(after)[0, 0]) == (allowed[0] if single else -1)
+            got = int(grammar.forced(after)[0, 0])
+            if len(allowed) == 1 and not automaton.final[where]:
+                assert got == allowed[0]
+            elif got >= 0:  # every allowed token begins with the drafted one, or is a beginning of it
+                longest = spelled[got]
+                begins = (spelled[one].startswith(longest) or longest.startswith(spelled[one]) for one in allowed)
+                assert all(begins)
+                assert not automaton.final[where]
+                longer += len(allowed) > 1
             if not len(allowed):
                 break
             text.append(int(rng.choice(allowed)))
+    assert longer
 
 
 def test_grammars_of_similar_size_have_tables_of_one_shape():
