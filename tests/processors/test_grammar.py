@@ -176,7 +176,9 @@ def test_a_forced_token_is_the_only_one_or_the_longest_of_forced_bytes():
                 assert got == allowed[0]
             elif got >= 0:  # every allowed token begins with the drafted one, or is a beginning of it
                 longest = spelled[got]
-                begins = (spelled[one].startswith(longest) or longest.startswith(spelled[one]) for one in allowed)
+                begins = (
+                    spelled[one].startswith(longest) or longest.startswith(spelled[one]) for one in allowed.tolist()
+                )
                 assert all(begins)
                 assert not automaton.final[where]
                 longer += len(allowed) > 1
