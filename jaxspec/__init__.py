@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from jaxspec.analysis.watermark import detect_watermark as detect_watermark
     from jaxspec.api import generate as generate
     from jaxspec.api import stream as stream
     from jaxspec.checkpoints.hf_write import export_model as export_model
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from jaxspec.processors.penalties import FrequencyPenalty as FrequencyPenalty
     from jaxspec.processors.penalties import PresencePenalty as PresencePenalty
     from jaxspec.processors.penalties import RepetitionPenalty as RepetitionPenalty
+    from jaxspec.processors.watermark import Watermark as Watermark
     from jaxspec.processors.words import BadWords as BadWords
     from jaxspec.processors.words import NoRepeatNgram as NoRepeatNgram
     from jaxspec.train.dflash_settings import DFlashSettings as DFlashSettings
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from jaxspec.tuning.tune import tune as tune
 
 _MODULES = {
+    "jaxspec.analysis.watermark": ("detect_watermark",),
     "jaxspec.api": ("generate", "stream"),
     "jaxspec.core.bias": ("LogitBias",),
     "jaxspec.core.tree_search": ("best_tree", "expected_tokens", "fastest_tree"),
@@ -128,6 +131,7 @@ _MODULES = {
     "jaxspec.processors.grammar": ("Grammar",),
     "jaxspec.processors.minimum": ("MinNewTokens",),
     "jaxspec.processors.penalties": ("FrequencyPenalty", "PresencePenalty", "RepetitionPenalty"),
+    "jaxspec.processors.watermark": ("Watermark",),
     "jaxspec.processors.words": ("BadWords", "NoRepeatNgram"),
     "jaxspec.train.dflash_settings": ("DFlashSettings", "DSparkSettings"),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),

@@ -122,6 +122,7 @@ PROCESSORS = Members(
         "suppress-tokens": "jaxspec.processors.masks:SuppressTokens",
         "thinking-budget": "jaxspec.processors.budget:ThinkingBudget",
         "grammar": "jaxspec.processors.grammar:Grammar",
+        "watermark": "jaxspec.processors.watermark:Watermark",
     },
 )
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "tune": "measure how many tokens to draft with a pair of models, and write the result to a file",
     "train": "train draft heads (Medusa, EAGLE, DFlash, DSpark) or a PARD draft model for a target",
     "fingerprint": "print the sha256 of everything in a training run",
+    "detect": "test whether texts have the watermark of a secret",
     "acceptance": "compute the share of drafted tokens that each rule accepts, and the optimum",
 }
 

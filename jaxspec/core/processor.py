@@ -7,7 +7,7 @@ decoding with the same processors, and a rejected branch leaves no trace.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -148,11 +148,21 @@ class ForcingProcessor(Processor, Protocol):
         ...
 
 
+@runtime_checkable
+class DrawingProcessor(Processor, Protocol):
+    """A processor that draws the token after a text: the token with the highest of its logits.
+
+    It is the last processor, and the temperature of the sampling settings is 0.
+    """
+
+    draws: ClassVar[bool]
+
+
 def check_processors(processors: Any) -> tuple[Processor, ...]:
     """Returns processors as a tuple.
 
     Raises:
-        InvalidConfig: the value is not a sequence of processors.
+        InvalidConfig: the value is not a sequence of processors, or a processor that draws is not the last.
     """
     listed = isinstance(processors, Sequence) and not isinstance(processors, str)
     if not listed or not all(isinstance(one, Processor) and not isinstance(one, type) for one in processors):
@@ -160,7 +170,21 @@ def check_processors(processors: Any) -> tuple[Processor, ...]:
             "processors must be a list of processors, such as [jaxspec.RepetitionPenalty(1.1)], got "
             f"{shown(processors)}"
         )
+    for one in processors[:-1]:
+        if isinstance(one, DrawingProcessor):
+            raise InvalidConfig(f"{type(one).__name__} draws the token, so it must be the last of the processors")
     return tuple(processors)
+
+
+def draws_tokens(processors: Sequence[Processor]) -> bool:
+    """Returns whether one of the processors draws the token."""
+    return any(isinstance(one, DrawingProcessor) for one in processors)
+
+
+def add_processor(processors: Sequence[Processor], added: Processor) -> tuple[Processor, ...]:
+    """Returns the processors with one more at the end, but before a processor that draws."""
+    drawing = [one for one in processors if isinstance(one, DrawingProcessor)]
+    return *(one for one in processors if not isinstance(one, DrawingProcessor)), added, *drawing
 
 
 def read_text(

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxspec.core.bias import LogitBias
 from jaxspec.core.checks import whole
-from jaxspec.core.processor import check_processors
+from jaxspec.core.processor import check_processors, draws_tokens
 from jaxspec.core.row_settings import Limits, broadcast, check_setting, is_abstract
 from jaxspec.core.sizes import MAX_INT32
-from jaxspec.errors import shown
+from jaxspec.errors import InvalidConfig, shown
 
 MIN_TEMPERATURE = 1e-6
 """Temperatures below this mean exact greedy decoding."""
@@ -106,6 +106,11 @@ class Sampling:
         checked: dict[str, Any] = {}
         for name in _LIMITS:
             checked[name] = check_setting(name, getattr(self, name), _LIMITS[name], batch)
+        last = type(self.processors[-1]).__name__ if draws_tokens(self.processors) else None
+        if last and not is_abstract(self.temperature) and np.any(np.asarray(checked["temperature"]) >= MIN_TEMPERATURE):
+            raise InvalidConfig(
+                f"temperature must be 0 with {last}, which draws the tokens; pass the temperature to {last} instead"
+            )
         return checked | {"processors": tuple(one.rows(batch, vocab) for one in self.processors)}
 
     def rows(self, batch: int, vocab: int) -> "Sampling":

@@ -45,7 +45,23 @@ def bits(key: UInt32[Array, "... 2"], size: int, start: int = 0) -> UInt32[Array
 
 def gumbel(key: UInt32[Array, "... 2"], size: int) -> Float[Array, "... S"]:
     """Returns `jax.random.gumbel(key, (size,), jnp.float32, mode="high")`."""
-    high, low = (_unit(bits(key, size, start)) for start in (0, size))
+    return _gumbel(*(_unit(bits(key, size, start)) for start in (0, size)))
+
+
+def gumbel_at(
+    key: UInt32[Array, "... 2"], indices: Int[Array, "... M"], size: Int[Array, ""] | int
+) -> Float[Array, "... M"]:
+    """Returns entries of `gumbel(key, size)`."""
+
+    def draw(start: Array) -> Float[Array, "... M"]:
+        left, right = words((key[..., 0, None], key[..., 1, None]), jnp.uint32(0), indices.astype(jnp.uint32) + start)
+        return _unit(left ^ right)
+
+    return _gumbel(draw(jnp.uint32(0)), draw(jnp.asarray(size).astype(jnp.uint32)))
+
+
+def _gumbel(high: Float[Array, "*b"], low: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Returns the Gumbel noise of two random numbers, the second of which adds digits to a small first."""
     rest = np.float32(2.0**-23) * low + np.finfo(np.float32).tiny
     return -jnp.log(-jnp.log1p(-jnp.where(high >= 0.5, high, high + rest)))
 

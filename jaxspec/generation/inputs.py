@@ -13,6 +13,7 @@ from jaxspec.core import sizes
 from jaxspec.core.bias import LogitBias
 from jaxspec.core.checks import flag, index
 from jaxspec.core.noise import as_key
+from jaxspec.core.processor import add_processor
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.decode.state import Request
 from jaxspec.errors import CheckpointError, EmptyPrompt, InvalidConfig, TokenOutOfRange, in_source, shown
@@ -289,7 +290,7 @@ def with_grammar(
         raise InvalidConfig(f"grammar must have one entry for each of the {rows // samples} prompts, got {len(listed)}")
     automata = [None if one is None else compile_grammar(target, one, after=after) for one in listed]
     of_rows = automata[0] if len(listed) == 1 else [one for one in automata for _ in range(samples)]
-    return dataclasses.replace(sampling, processors=(*sampling.processors, Grammar(of_rows)))
+    return dataclasses.replace(sampling, processors=add_processor(sampling.processors, Grammar(of_rows)))
 
 
 def check_sampling(sampling: Any, rows: int, vocab: int) -> None:

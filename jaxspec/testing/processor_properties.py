@@ -13,6 +13,7 @@ from jaxspec.core.processor import (
     ForcingProcessor,
     PointwiseProcessor,
     Processor,
+    draws_tokens,
     process_some,
     read_text,
     spread_states,
@@ -156,7 +157,8 @@ def _check_decoding(
 
     decoder = Decoder(network, ScriptedDrafter(tree), Coupled(), chunk=4)
     stops = jnp.asarray(np.tile([*stop_ids, -1], (batch, 1)), jnp.int32)
-    sampling = Sampling(temperature=0.7, processors=[processor]).rows(batch, vocab)
+    temperature = 0.0 if draws_tokens([processor]) else 0.7
+    sampling = Sampling(temperature=temperature, processors=[processor]).rows(batch, vocab)
     slots = decoder.slots(longest + 12)
     run = jax.jit(lambda weights, request: decoder.generate(weights, request, slots))
 

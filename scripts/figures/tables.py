@@ -435,6 +435,24 @@ def train_minutes(values: Values) -> str:
     return table(headings, [first]) + "\n" + table(["s since the start", "step", "accepted length"], rows)
 
 
+def watermark(values: Values) -> str:
+    lengths = sorted({row["tokens"] for row in values["rows"]})
+    rows = []
+    for kind in dict.fromkeys(row["kind"] for row in values["rows"]):
+        own = {row["tokens"]: row for row in values["rows"] if row["kind"] == kind}
+        cells = [f"{own[n]['p_value']:.1g}; {share(own[n]['found'])} of {own[n]['texts']}" if n in own else ""
+                 for n in lengths]  # fmt: skip
+        rows.append([kind, *cells])
+    other = values["unmarked"]
+    said = (
+        f"\nOf {other['p_values']} p-values of texts without a watermark, {share(other['below_level'])} are below "
+        f"{values['level']:g}. A Kolmogorov-Smirnov test of their uniformity has a p-value of "
+        f"{other['uniform_p']:.2g}. Texts with and without drafts were {'equal' if values['equal_texts'] else 'NOT equal'}.\n"
+    )
+    headings = [f"texts at temperature {values['temperature']:g}", *(f"{n} tokens" for n in lengths)]
+    return table(headings, rows) + said
+
+
 def expert_forms(values: Values) -> str:
     rows = []
     for line in values["lines"]:
@@ -618,7 +636,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
     "training-scale": training_scale, "training-memory": training_memory,
-    "train-minutes": train_minutes, "expert-forms": expert_forms,
+    "train-minutes": train_minutes, "expert-forms": expert_forms, "watermark": watermark,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
     "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
 }  # fmt: skip

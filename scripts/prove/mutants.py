@@ -64,6 +64,7 @@ def sampled(cell: str) -> tuple[str, ...]:
 ROLLOUT = "tests/generation/test_rollout.py"
 DELTA = "tests/models/test_delta.py"
 EXPERTS = "tests/models/test_experts.py"
+WATERMARK = "tests/processors/test_watermark.py"
 
 MUTANTS = (
     Mutant(
@@ -425,6 +426,30 @@ MUTANTS = (
         "expert = used[at / matrices.blocks], start",
         "expert = at / matrices.blocks, start",
         (f"{EXPERTS}::test_with_the_kernel_no_row_depends_on_another",),
+    ),
+    Mutant(
+        "watermark-of-repeated-contexts",
+        "equal tokens before a new token always get the same noise, and a text repeats itself",
+        "processors/watermark.py",
+        "return noise_keys(secret, last, times)",
+        "return noise_keys(secret, last, 0 * times)",
+        (f"{WATERMARK}::test_the_noise_is_of_the_secret_the_last_tokens_and_how_often_they_stood_there",),
+    ),
+    Mutant(
+        "watermark-counts-the-prompt",
+        "the prompt counts as text that has its contexts already, which a detector without the prompt cannot know",
+        "processors/watermark.py",
+        "written = (at >= state.begin[:, None]) & (at < state.length[:, None])",
+        "written = at < state.length[:, None]",
+        (f"{WATERMARK}::test_the_noise_is_of_the_secret_the_last_tokens_and_how_often_they_stood_there",),
+    ),
+    Mutant(
+        "watermark-ignores-the-path",
+        "tokens of a drafted path do not count as text, so that the noise depends on the drafts",
+        "processors/watermark.py",
+        "_count_repeats(own, last, beyond[:, None] & (path >= 0))",
+        "0",
+        (f"{WATERMARK}::test_it_is_a_correct_processor[mark0]",),
     ),
     Mutant(
         "tiles-of-experts-by-rows",
