@@ -9,7 +9,7 @@ The bits of a row do not depend on the other rows. Every accumulator is one chai
 on the sizes of the layer, as in `jaxspec.models.products_pallas`. An expert that a row does not have adds nothing to
 the row, and changes no bit of it.
 
-Letters: M rows, a multiple of 16 (`padded_rows`); E the width of the residual stream; X experts; I the width of an
+Letters: M rows, 16 times a power of two; E the width of the residual stream; X experts; I the width of an
 expert, or a device's share of it; U the largest number of experts in use; R ranges of experts.
 """
 
@@ -31,7 +31,6 @@ from jaxspec.models.products_pallas import (
     WARPS,
     add_in_tree,
     multiply_tile,
-    padded_rows,
     row_group,
     stored_values,
     tile_size,
@@ -100,7 +99,8 @@ def mix(
         activation: the activation, see `jaxspec.models.rows.Gate`.
         interpret: whether to run the kernels as plain operations, on any device.
     """
-    count, padded = len(rows), padded_rows(len(rows))
+    count = len(rows)
+    padded = max(ROW_TILE, 1 << (count - 1).bit_length())  # three tiles of rows would spill registers
     more = ((0, padded - count), (0, 0))
     rows, has, weights = jnp.pad(rows.astype(jnp.bfloat16), more), jnp.pad(has, more), jnp.pad(weights, more)
     used = _find_used(has, most)

@@ -447,7 +447,8 @@ def watermark(values: Values) -> str:
     said = (
         f"\nOf {other['p_values']} p-values of texts without a watermark, {share(other['below_level'])} are below "
         f"{values['level']:g}. A Kolmogorov-Smirnov test of their uniformity has a p-value of "
-        f"{other['uniform_p']:.2g}. Texts with and without drafts were {'equal' if values['equal_texts'] else 'NOT equal'}.\n"
+        f"{other['uniform_p']:.2g}. Texts with and without drafts were "
+        f"{'equal' if values['equal_texts'] else 'NOT equal'}.\n"
     )
     headings = [f"texts at temperature {values['temperature']:g}", *(f"{n} tokens" for n in lengths)]
     return table(headings, rows) + said

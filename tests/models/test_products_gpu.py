@@ -31,11 +31,14 @@ def compiler(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+CALLS = [
+    *itertools.product(["qkv, bfloat16", "out, bfloat16", "gate_up, int8"], [16, 48, 64, 128]),
+    *itertools.product(["expert units, bfloat16", "expert outputs, int8"], [16, 32, 64, 128]),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 48, 64, 128])
-@pytest.mark.parametrize(
-    "name", ["qkv, bfloat16", "out, bfloat16", "gate_up, int8", "expert units, bfloat16", "expert outputs, int8"]
-)
+@pytest.mark.parametrize(("name", "rows"), CALLS)
 def test_accumulators_are_single_chains_at_any_number_of_rows(compiler, name, rows):
     row = gpu_layers.look_at_call("h100", name, rows)
     assert not row["wrong"]
