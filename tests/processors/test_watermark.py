@@ -117,8 +117,8 @@ def test_entries_of_noise_are_those_of_all_noise():
     ),
 )
 def test_drafts_change_no_text_and_a_right_draft_model_is_accepted(drafter):
-    sampling = {"processors": [SuppressTokens([5]), Watermark([1, 2, 3], temperature=[0.9, 1.3, 0.0])]}
-    asked = request(PROMPTS, 24, vocab=V, **sampling)
+    processors = [SuppressTokens([5]), Watermark([1, 2, 3], temperature=[0.9, 1.3, 0.0])]
+    asked = request(PROMPTS, 24, vocab=V, processors=processors)
     plain = decoder(LM, NoDraft())
     expected = texts(decode(plain, Weights(PARAMS), start(plain, Weights(PARAMS), asked, 64)))
     for draft in (PARAMS, noisy(PARAMS, 1, 0.5)):
