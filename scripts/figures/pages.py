@@ -14,6 +14,8 @@ from scripts.figures.controlled import CONTROLLED
 from scripts.figures.tables import RENDERERS, Values, between, share, table, times
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+RENDERING = RENDERERS | CONTROLLED
+
 MANY_ROWS = 24
 """Rows of a table from which on it is folded."""
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -35,8 +37,7 @@ def block(name: str, records: Sequence[Measurement]) -> str:
     own = [record for record in records if record.id == name]
     if not own:
         return f"Not measured on this version yet (`--record {name}`).\n"
-    rendering = RENDERERS | CONTROLLED
-    return "\n".join(f"{tables(rendering[record.kind](record.values))}\n{provenance(record)}" for record in own)
+    return "\n".join(f"{tables(RENDERING[record.kind](record.values))}\n{provenance(record)}" for record in own)
 
 
 def newest(records: Sequence[Measurement]) -> dict[str, Measurement]:

@@ -11,7 +11,6 @@ from jaxspec.bench.measurements import RECORDS_FOLDER, Measurement
 from jaxspec.errors import InvalidConfig
 from scripts.figures import pages
 from scripts.figures.records import read_records
-from scripts.figures.tables import RENDERERS
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +57,7 @@ def test_the_check_finds_figures():
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.file)
 def test_a_record_is_whole(record):
     """Its kind has a renderer; its commit is one of the history; it names no folder and no host."""
-    assert record.kind in RENDERERS
+    assert record.kind in pages.RENDERING
     assert pages.block(record.id, RECORDS)
     assert {"python", "jax", "jaxlib", "jaxspec"} <= record.versions.keys()
     assert {"cpu", "cores", "memory_gib", "flags", "platform", "kind", "devices"} == record.machine.keys()
