@@ -34,7 +34,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the suite's programs are no
 gc.set_threshold(200_000, 20, 50)
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-pytest_plugins = ["helpers.durations"]
+pytest_plugins = ["helpers.durations", "helpers.tiers"]
 
 OPTIMISED = {"test_smollm2", "test_identity", "test_gtest", "test_sampling", "test_products_gpu"}
 """Files whose claims are of machine code as users get it, or that run long; the rest compiles in half the time."""

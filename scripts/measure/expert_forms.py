@@ -88,7 +88,7 @@ class Bench:
             self.lines.append(line)
             try:
                 out = np.asarray(jax.jit(form)(*inputs))
-                options = dict(command_buffer.options(jax.default_backend()))
+                options: dict[str, str | bool] = {**command_buffer.options(jax.default_backend())}
                 program = jax.jit(repeated(form)).lower(*inputs).compile(options)
                 jax.block_until_ready(program(*inputs))
             except Exception as error:  # the other forms are measured
