@@ -20,11 +20,20 @@ def format_speedup(ratio: float) -> str:
     return f"{ratio:.2f}x slower" if round(ratio, 2) < 1 else f"{ratio:.2f}x"
 
 
+def _settings(run: Run) -> dict[str, Any]:
+    """Returns the sampling settings of a run, and the classes of its processors if there are any."""
+    settings = {name: getattr(run.sampling, name) for name in SAMPLING_SETTINGS}
+    processors = [type(one).__name__ for one in run.sampling.processors]
+    return settings | ({"processors": processors} if processors else {})
+
+
 def format_title(run: Run) -> str:
     """Returns the settings of a run in one line."""
-    settings = {name: getattr(run.sampling, name) for name in SAMPLING_SETTINGS}
+    settings = _settings(run)
+    processors = settings.pop("processors", [])
     shown = [f"temperature {settings.pop('temperature'):g}"]
     shown += [f"{name.replace('_', '-')} {value:g}" for name, value in settings.items() if value not in (0, 1)]
+    shown += processors
     return ", ".join([*shown, f"rule {run.rule}" + ("" if run.lossless else " (lossy)")])
 
 
@@ -191,7 +200,7 @@ def _figures(run: Run) -> dict:
         }
 
     return {
-        "sampling": {name: getattr(run.sampling, name) for name in SAMPLING_SETTINGS},
+        "sampling": _settings(run),
         "rule": run.rule,
         "lossless": run.lossless,
         "methods": {method: of(method) for method in run.methods},
@@ -204,7 +213,7 @@ def _run(run: Run) -> dict:
         return [summarise(run, method, **group).as_dict() for method in run.methods]
 
     return {
-        "sampling": {name: getattr(run.sampling, name) for name in SAMPLING_SETTINGS},
+        "sampling": _settings(run),
         "rule": run.rule,
         "lossless": run.lossless,
         "methods": list(run.methods),

@@ -21,9 +21,11 @@ from jaxspec.cli.options import (
     Parser,
     UsageError,
     add_chat,
+    add_grammar,
     add_length,
     add_limits,
     add_models,
+    add_processors,
     add_split,
     check_output,
     check_split,
@@ -39,6 +41,7 @@ from jaxspec.storage.reading import check_path
 if TYPE_CHECKING:
     from jaxspec.bench.records import Method, Run
     from jaxspec.bench.worker import Worker
+    from jaxspec.core.sampling import Sampling
     from jaxspec.heads.network import DraftHeads
     from jaxspec.models.model import Model
 
@@ -92,6 +95,8 @@ def add_options(parser: Parser) -> None:
         help="one run for each temperature (default: 0, greedy)",
     )
     add_limits(add)
+    add_processors(add)
+    add_grammar(parser)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=parse_path, metavar="FILE", help="file for all results of every prompt")
@@ -119,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
     for source, drafter in zip(sources.heads, heads):
         if drafter not in names:
             raise UsageError(f"--heads {source}: these heads are for {drafter}, which is not in --drafters")
+    samplings = [with_grammar(sampling, target, args) for sampling in samplings]
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # even the last is refused before the first is measured
     if methods is None:
@@ -167,6 +173,18 @@ def _write(args: argparse.Namespace, runs: list["Run"], memory: dict, missing: d
     if args.plots:
         for path in plots.save_plots(runs, args.plots):
             show.say(f"written: {path}")
+
+
+def with_grammar(sampling: "Sampling", target: "Model", args: argparse.Namespace) -> "Sampling":
+    """Adds the grammar of the options to sampling settings; plain decoding and all methods have it."""
+    if args.grammar is None:
+        return sampling
+    from jaxspec.core.processor import add_processor
+    from jaxspec.grammar.compilation import compile_grammar
+    from jaxspec.processors.grammar import Grammar
+
+    grammar = Grammar(compile_grammar(target, args.grammar, after=args.grammar_after))
+    return dataclasses.replace(sampling, processors=add_processor(sampling.processors, grammar))
 
 
 def show_tables(runs: list["Run"]) -> None:
@@ -238,12 +256,18 @@ def _check(args: argparse.Namespace) -> tuple[list["Method"] | None, Sources]:
     Raises:
         UsageError: options cannot be combined, an option requires another one, or a directory does not exist.
     """
+    if args.grammar is None and args.grammar_after is not None:
+        raise UsageError("--grammar-after needs --json-schema or --regex")
     check_output("--json", args.json)
     check_output("--plots", args.plots, folder=True)
     check_output("--peers-folder", args.peers_folder, folder=True)
     if args.peers is not None:
         if any(args.temperature):
             raise UsageError("--peers always decode greedily; use --temperature 0")
+        if args.processor or args.grammar is not None:
+            raise UsageError(
+                "--peers have no processors and no grammars; leave out --processor, --json-schema, --regex"
+            )
         try:
             parse_peers(args.peers, args.draft_model is not None)
         except JaxspecError as error:

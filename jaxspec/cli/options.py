@@ -330,6 +330,18 @@ def add_sampling(parser: Parser) -> Callable:
     add = parser.add_argument_group("sampling").add_argument
     add_option(add, "temperature", type=sampling_type("temperature"), metavar="T")
     add_limits(add)
+    add_processors(add)
+    add(
+        "--generation-config",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the penalties and forbidden tokens that the target's generation_config.json sets",
+    )
+    return add
+
+
+def add_processors(add: Callable) -> None:
+    """Adds the option of processors."""
     add(
         "--processor",
         action="append",
@@ -338,13 +350,6 @@ def add_sampling(parser: Parser) -> Callable:
         metavar="NAME=VALUE",
         help=f"changes the logits by the text so far ({'|'.join(PROCESSORS)}), as in repetition=1.1; repeatable",
     )
-    add(
-        "--generation-config",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="use the penalties and forbidden tokens that the target's generation_config.json sets",
-    )
-    return add
 
 
 def add_grammar(parser: Parser) -> None:

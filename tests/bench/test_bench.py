@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import pathlib
+import re
 import sys
 import types
 from typing import Any
@@ -594,6 +595,20 @@ def test_the_command(bench, tmp_path, monkeypatch):
         times = part["methods"]["early-exit:1"]["times_plain"]
         assert times == pytest.approx(full["overall"][1]["speedup"], rel=1e-3)
         assert f"{times:.2f}" in shown
+
+
+def test_the_command_has_the_same_processors_and_grammar_on_both_sides(bench, tmp_path):
+    path = tmp_path / "out.json"
+    words = ("--drafters", "early-exit:1", "--json", str(path), "--no-chat")
+    status, out, _ = bench(*words, "--processor", "frequency=1.5", "--regex", "(ab|cd){2,8}")
+    assert status == 0
+    assert "temperature 0, FrequencyPenalty, Grammar, rule coupled" in out
+    (run,) = json.loads(path.read_text())["runs"]
+    assert run["sampling"]["processors"] == ["FrequencyPenalty", "Grammar"]
+    for row in run["rows"]:
+        assert re.fullmatch("((ab|cd){2,8})?(ab|cd)*[ac]?", row["text"]), row
+    assert bench("--grammar-after", "x")[0] == 2
+    assert bench("--peers", "transformers", "--processor", "frequency=1.5")[0] == 2
 
 
 def test_the_command_goes_on_without_a_prompt_that_is_too_long(bench, directory, tmp_path, capsys):
