@@ -13,8 +13,8 @@ import pytest
 from helpers.paths import ROOT
 from scripts import run_notebooks as script
 
-SLOW = {"one_round", "train_medusa", "train_eagle"}
-"""Train for minutes: they run in the slow tier."""
+SLOW = {"one_round", "json_with_a_tree", "train_medusa", "train_eagle"}
+"""They compile or train for minutes: they run in the slow tier."""
 LARGEST = 200_000
 """Bytes of a notebook, pictures included."""
 RULES = ("reportMissingImports", "reportUndefinedVariable", "reportAttributeAccessIssue", "reportCallIssue")
