@@ -41,7 +41,7 @@ def by_hand(target: jaxspec.Model, continuation: Continuation) -> float:
 def test_a_score_is_the_sum_of_the_log_probabilities_of_decoding(target):
     continuations = random_continuations(target.lm.vocab)[:2]
     for result, continuation in zip(score(target, continuations), continuations, strict=True):
-        assert result.logprob == pytest.approx(by_hand(target, continuation), abs=1e-4)
+        assert result.logprob == pytest.approx(by_hand(target, continuation), abs=1e-4, rel=1e-6)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -50,7 +50,7 @@ def test_scores_do_not_depend_on_the_batch(target, batch):
     alone = [score(target, [each])[0] for each in continuations]
     for result, expected in zip(score(target, continuations, batch), alone, strict=True):
         assert result.greedy == expected.greedy
-        assert result.logprob == pytest.approx(expected.logprob, abs=1e-4)
+        assert result.logprob == pytest.approx(expected.logprob, abs=1e-4, rel=1e-6)
     assert alone[5] == (0.0, True)  # nothing to score
 
 
