@@ -449,7 +449,7 @@ MUTANTS = (
         "processors/watermark.py",
         "_count_repeats(own, last, beyond[:, None] & (path >= 0))",
         "0",
-        (f"{WATERMARK}::test_it_is_a_correct_processor[mark0]",),
+        (f"{WATERMARK}::test_tokens_of_drafted_paths_count_as_text",),
     ),
     Mutant(
         "tiles-of-experts-by-rows",

@@ -13,6 +13,7 @@ from jaxspec.processors.budget import ThinkingBudget
 from jaxspec.processors.masks import AllowedTokens, SuppressTokens
 from jaxspec.processors.minimum import MinNewTokens
 from jaxspec.processors.penalties import FrequencyPenalty, PresencePenalty, RepetitionPenalty
+from jaxspec.processors.watermark import Watermark
 from jaxspec.processors.words import BadWords, NoRepeatNgram
 from jaxspec.testing import check_processor
 
@@ -29,6 +30,7 @@ MEMBERS = {
     "allowed-tokens": AllowedTokens([0, 1, 2, 3, 5, 8]),
     "suppress-tokens": SuppressTokens([4, 7]),
     "thinking-budget": ThinkingBudget(5, [7, 3]),
+    "watermark": Watermark(7, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, context=2),
 }
 
 
