@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxspec.core import threefry
 from jaxspec.core.checks import check_arguments, index, whole
-from jaxspec.core.secret import MAX_CONTEXT, noise_keys, secret_words
-from jaxspec.core.sizes import MAX_INT32
+from jaxspec.core.secret import noise_keys, secret_words
+from jaxspec.core.sizes import MAX_WATERMARK_CONTEXT
 from jaxspec.errors import InvalidConfig, shown
 
 
@@ -49,7 +49,7 @@ def detect_watermark(tokens: Sequence[int], secret: int, vocab: int, context: in
     Raises:
         InvalidConfig: an argument is out of range, or a token does not exist.
     """
-    vocab, context = whole("vocab", vocab), whole("context", context, 1, MAX_CONTEXT)
+    vocab, context = whole("vocab", vocab), whole("context", context, 1, MAX_WATERMARK_CONTEXT)
     ids = _token_ids(tokens, vocab)
     first, second = secret_words(secret)
     count = len(ids) - context
@@ -86,6 +86,6 @@ def _token_ids(tokens: Any, vocab: int) -> np.ndarray:
         raise InvalidConfig(f"tokens must be a list of token ids, got {shown(tokens)}")
     ids = [index(token) for token in tokens]
     for token, number in zip(tokens, ids):
-        if number is None or not 0 <= number < min(vocab, MAX_INT32):
+        if number is None or not 0 <= number < vocab:
             raise InvalidConfig(f"a token id is {shown(token)}; ids go from 0 to {vocab - 1}")
     return np.asarray(ids, np.int32)

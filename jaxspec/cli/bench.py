@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     for source, drafter in zip(sources.heads, heads):
         if drafter not in names:
             raise UsageError(f"--heads {source}: these heads are for {drafter}, which is not in --drafters")
-    samplings = [with_grammar(sampling, target, args) for sampling in samplings]
+    samplings = add_grammar_of(args, target, samplings)
     for sampling in samplings:
         sampling.rows(1, target.lm.vocab)  # even the last is refused before the first is measured
     if methods is None:
@@ -175,16 +175,16 @@ def _write(args: argparse.Namespace, runs: list["Run"], memory: dict, missing: d
             show.say(f"written: {path}")
 
 
-def with_grammar(sampling: "Sampling", target: "Model", args: argparse.Namespace) -> "Sampling":
+def add_grammar_of(args: argparse.Namespace, target: "Model", samplings: list["Sampling"]) -> list["Sampling"]:
     """Adds the grammar of the options to sampling settings; plain decoding and all methods have it."""
     if args.grammar is None:
-        return sampling
-    from jaxspec.core.processor import add_processor
+        return samplings
+    from jaxspec.generation.inputs import stop_array, with_grammar
     from jaxspec.grammar.compilation import compile_grammar
-    from jaxspec.processors.grammar import Grammar
 
-    grammar = Grammar(compile_grammar(target, args.grammar, after=args.grammar_after))
-    return dataclasses.replace(sampling, processors=add_processor(sampling.processors, grammar))
+    automaton = compile_grammar(target, args.grammar, after=args.grammar_after)
+    stops = stop_array(target, (), args.ignore_eos, 1)
+    return [with_grammar(target, sampling, automaton, None, stops, 1, 1) for sampling in samplings]
 
 
 def show_tables(runs: list["Run"]) -> None:

@@ -170,21 +170,23 @@ def check_processors(processors: Any) -> tuple[Processor, ...]:
             "processors must be a list of processors, such as [jaxspec.RepetitionPenalty(1.1)], got "
             f"{shown(processors)}"
         )
-    for one in processors[:-1]:
-        if isinstance(one, DrawingProcessor):
+    given: tuple[Processor, ...] = tuple(processors)
+    for one in given[:-1]:
+        if draws_tokens([one]):
             raise InvalidConfig(f"{type(one).__name__} draws the token, so it must be the last of the processors")
-    return tuple(processors)
+    return given
 
 
 def draws_tokens(processors: Sequence[Processor]) -> bool:
     """Returns whether one of the processors draws the token."""
-    return any(isinstance(one, DrawingProcessor) for one in processors)
+    return any(isinstance(one, DrawingProcessor) and one.draws for one in processors)
 
 
 def add_processor(processors: Sequence[Processor], added: Processor) -> tuple[Processor, ...]:
     """Returns the processors with one more at the end, but before a processor that draws."""
-    drawing = [one for one in processors if isinstance(one, DrawingProcessor)]
-    return *(one for one in processors if not isinstance(one, DrawingProcessor)), added, *drawing
+    if draws_tokens(processors):
+        return *processors[:-1], added, processors[-1]
+    return *processors, added
 
 
 def read_text(
@@ -345,6 +347,15 @@ def count_tokens(
     """Adds tokens to the counts of each row."""
     row = jnp.arange(len(tokens))[:, None]
     return counts.at[row, jnp.where(counted, tokens, counts.shape[1])].add(1, mode="drop")
+
+
+def append_text(
+    text: Int[Array, "B S"], length: Int[Array, "B"], tokens: Int[Array, "B M"], count: Int[Array, "B"]
+) -> Int[Array, "B S"]:
+    """Writes the first `count` tokens of each row behind the text of each row."""
+    index = jnp.arange(tokens.shape[1])
+    at = jnp.where(index < count[:, None], length[:, None] + index, text.shape[1])
+    return text.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")
 
 
 def place(

@@ -71,13 +71,19 @@ class Sampling:
         if logit_bias is not None:
             object.__setattr__(self, "processors", (LogitBias(logit_bias), *self.processors))
 
-    def tree_flatten_with_keys(self) -> tuple[tuple, None]:
-        """Returns the fields, for JAX."""
+    def tree_flatten_with_keys(self) -> tuple[tuple, Any]:
+        """Returns the fields, and the classes of the processors, for JAX.
+
+        To JAX 0.10 to 0.12, objects of two classes that `jax.tree_util.register_dataclass` registers are of the same
+        structure if they have equally many fields. Without the classes, a program that was compiled for one processor
+        would sometimes run for another.
+        """
         names = [field.name for field in dataclasses.fields(self)]
-        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), None
+        classes = tuple(map(type, self.processors)) if isinstance(self.processors, tuple) else None
+        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), classes
 
     @classmethod
-    def tree_unflatten(cls, _: None, fields: Any) -> "Sampling":
+    def tree_unflatten(cls, _: Any, fields: Any) -> "Sampling":
         """Makes settings from unchecked fields, because JAX may pass axes and sentinels."""
         made = object.__new__(cls)
         for field, value in zip(dataclasses.fields(cls), fields, strict=True):

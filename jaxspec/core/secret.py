@@ -9,8 +9,6 @@ from jaxspec.core.checks import index
 from jaxspec.core.sizes import MAX_SEED
 from jaxspec.errors import InvalidConfig, shown
 
-MAX_CONTEXT = 16
-"""The largest number of tokens before a token that decide its noise."""
 _TAG = 0x776D6B
 
 

@@ -6,6 +6,9 @@ MAX_INT32 = 2**31 - 1
 MAX_SEED = 2**64 - 1
 """The largest seed."""
 
+MAX_WATERMARK_CONTEXT = 16
+"""The largest number of tokens before a token that decide its noise in a watermark."""
+
 MAX_SAMPLES = 1 << 20
 """The largest number of samples of a prompt."""
 

@@ -1,4 +1,4 @@
-"""Drafts of tokens that processors force: where a single token is allowed, a correct draft costs nothing."""
+"""Drafts of tokens that processors name: the only allowed token, or one that very likely follows."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def path_tokens(proposal: Proposal, tokens: Int[Array, "B N"]) -> Int[Array, "B 
 def draft_forced(
     processors: Sequence[Processor], states: Sequence[Any], proposal: Proposal, limit: Int[Array, "B"]
 ) -> Proposal:
-    """Returns the proposal with forced tokens: below a node after which one token is allowed, that token alone.
+    """Returns the proposal with the tokens that processors name; see `ForcingProcessor`.
 
     A forced token is written into the first child of the node, and below it the next one, as deep as the tree and the
     limit allow. The drafter's law after such a node becomes a point mass.
@@ -41,7 +41,7 @@ def draft_forced(
     forcing, parents = [one for one, _ in pairs], jnp.maximum(tree.parents, 0)
 
     def forced(tokens: Int[Array, "B N"], states: Sequence[Any]) -> Int[Array, "B N"]:
-        """Returns the only token that is allowed after each drafted node; -1 if there are several."""
+        """Returns the token to draft after each drafted node; -1 for none."""
         only = functools.reduce(jnp.maximum, (one.forced(state) for one, state in zip(forcing, states)))
         return jnp.where((tokens >= 0) & (tree.depths < limit[:, None]), only, -1)
 

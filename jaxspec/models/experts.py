@@ -36,7 +36,6 @@ from jaxspec.core.records import Params
 from jaxspec.core.theory import ExpertReads
 from jaxspec.kernels import calls
 from jaxspec.kernels.library import kernels_available
-from jaxspec.models import experts_pallas
 from jaxspec.models.config import EXPERT_MATRICES, Experts, ModelConfig
 from jaxspec.models.layers import matmul
 from jaxspec.models.packed import is_packed, unpack_param
@@ -163,7 +162,7 @@ def _choose_form(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any,
     many = len(rows) * how.sizes.per_token > how.sizes.count
     grouped = many and how.shards == 1 and isinstance(gate_up, jax.Array)
     elsewhere = functools.partial(_grouped, how) if grouped else loop
-    on_gpu = functools.partial(_with_pallas, how) if _suits_pallas(how, *arrays) else elsewhere
+    on_gpu = functools.partial(_with_pallas, how) if _suits_pallas(how, len(rows), gate_up, down) else elsewhere
     return lax.platform_dependent(*arrays, cpu=loop, cuda=on_gpu, default=elsewhere)
 
 
@@ -248,13 +247,17 @@ def _grouped(
     return (out * weights[..., None]).sum(1)
 
 
-def _suits_pallas(how: _How, rows: Array, logits: Array, gate_up: Any, down: Any, bias: Array | None) -> bool:
+def _suits_pallas(how: _How, rows: int, gate_up: Any, down: Any) -> bool:
     """Returns True if `_with_pallas` computes the layer: for a share of each expert on each device."""
     mesh = jax.sharding.get_abstract_mesh()
     others = set(mesh.auto_axes) - {MODEL}
     if any(mesh.shape[axis] > 1 for axis in others) or (how.shards > 1 and mesh.shape.get(MODEL) != how.shards):
         return False  # XLA does not split the kernels over devices
-    return multiplies_bfloat16() and experts_pallas.has_kernels(len(rows), gate_up, down)
+    if not multiplies_bfloat16():
+        return False
+    from jaxspec.models import experts_pallas  # Pallas takes a while to import
+
+    return experts_pallas.has_kernels(rows, gate_up, down)
 
 
 def _with_pallas(
@@ -267,6 +270,8 @@ def _with_pallas(
     interpret: bool = False,
 ) -> Array:
     """Computes the layer by kernels that read the experts in use."""
+    from jaxspec.models import experts_pallas
+
     most = min(len(rows) * how.sizes.per_token, how.sizes.count)
     kernels = functools.partial(experts_pallas.mix, most=most, activation=how.activation, interpret=interpret)
     arrays = rows, *_weigh(how.sizes, logits), gate_up, down, bias

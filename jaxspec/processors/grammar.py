@@ -28,7 +28,9 @@ class Tables(NamedTuple):
 
     next: Shared  # [S, C], the next state of each state and class
     classes: Shared  # [G, V], the class of each token in each automaton
-    drafts: Shared  # [S], the token to draft in each state: the only one, or the longest one of forced bytes; or -1
+    drafts: (
+        Shared  # [S], the token to draft in each state: the only allowed one, or the longest one of forced bytes; or -1
+    )
     automaton: Int[Array | np.ndarray, "B"]
     start: Int[Array | np.ndarray, "B"]
 
@@ -115,7 +117,7 @@ class Grammar:
         return states._replace(current=self._next(states.current, kinds))
 
     def forced(self, states: GrammarState) -> Int[Array, "B N"]:
-        """Returns the token to draft in each state: the only one, or the longest one of the bytes that are forced."""
+        """Returns the token to draft in each state: the only allowed one, or the longest one of forced bytes."""
         return self._tables.drafts.value[states.current]
 
     def tree_flatten_with_keys(self) -> tuple[tuple, bool]:
@@ -190,7 +192,7 @@ def _tables(distinct: Sequence[TokenAutomaton], listed: Sequence[TokenAutomaton 
 
 
 def _only(automaton: TokenAutomaton) -> Int[np.ndarray, "S"]:
-    """Returns the only token that each state allows, or -1."""
+    """Returns the only allowed token of each state, or -1."""
     kinds, first, count = np.unique(automaton.classes, return_index=True, return_counts=True)
     allowed = automaton.next[:, kinds] >= 0
     single = ((allowed * count).sum(1) == 1) & ~automaton.final

@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxspec.core import threefry
 from jaxspec.core.checks import whole
 from jaxspec.core.laws import log_law, scores
-from jaxspec.core.processor import Beginning, keep_last, last_tokens
+from jaxspec.core.processor import Beginning, append_text, keep_last, last_tokens
 from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
-from jaxspec.core.secret import MAX_CONTEXT, noise_keys, secret_words
+from jaxspec.core.secret import noise_keys, secret_words
+from jaxspec.core.sizes import MAX_WATERMARK_CONTEXT
 from jaxspec.errors import InvalidConfig
 
 _LAW = ("temperature", "top_k", "top_p", "min_p")
@@ -59,12 +60,13 @@ class Watermark:
     draws: ClassVar[bool] = True
 
     def rows(self, batch: int, vocab: int) -> Self:
-        whole("the context of Watermark", self.context, 1, MAX_CONTEXT)
+        whole("the context of Watermark", self.context, 1, MAX_WATERMARK_CONTEXT)
         law = Sampling(**{name: getattr(self, name) for name in _LAW}).rows(batch, vocab)
         settings = {name: getattr(law, name) for name in _LAW}
         if hasattr(self.secret, "ndim") and self.secret.ndim == 2:
             return dataclasses.replace(self, **settings)  # as made by this method
-        listed = self.secret if isinstance(self.secret, (list, tuple)) else [self.secret] * batch
+        given = self.secret.tolist() if isinstance(self.secret, np.ndarray) else self.secret
+        listed = given if isinstance(given, (list, tuple)) else [given] * batch
         if len(listed) != batch:
             raise InvalidConfig(f"Watermark needs one secret, or one for each of the {batch} rows; got {len(listed)}")
         words = np.asarray([secret_words(secret) for secret in listed], np.uint32).reshape(batch, 2)
@@ -78,9 +80,7 @@ class Watermark:
     def absorb(
         self, state: Written, tokens: Int[Array, "B M"], count: Int[Array, "B"], start: Int[Array, "B"]
     ) -> Written:
-        place = jnp.arange(tokens.shape[1])
-        at = jnp.where(place < count[:, None], state.length[:, None] + place, state.tokens.shape[1])
-        text = state.tokens.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")
+        text = append_text(state.tokens, state.length, tokens, count)
         return Written(text, state.length + count, jnp.minimum(state.begin, state.length + jnp.maximum(start, 0)))
 
     def apply(self, state: Written, path: Int[Array, "B N D"], logits: Float[Array, "B N V"]) -> Float[Array, "B N V"]:

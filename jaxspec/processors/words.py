@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.core.checks import index
-from jaxspec.core.processor import Beginning, forbid, keep_last, last_tokens, place
+from jaxspec.core.processor import Beginning, append_text, forbid, keep_last, last_tokens, place
 from jaxspec.core.row_settings import check_setting, spread_setting
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 
@@ -114,10 +114,7 @@ class NoRepeatNgram:
     def absorb(
         self, state: TextState, tokens: Int[Array, "B M"], count: Int[Array, "B"], start: Int[Array, "B"]
     ) -> TextState:
-        index = jnp.arange(tokens.shape[1])
-        at = jnp.where(index < count[:, None], state.length[:, None] + index, state.tokens.shape[1])
-        text = state.tokens.at[jnp.arange(len(tokens))[:, None], at].set(tokens, mode="drop")
-        return TextState(text, state.length + count)
+        return TextState(append_text(state.tokens, state.length, tokens, count), state.length + count)
 
     def apply(
         self, state: TextState, path: Int[Array, "B N D"], logits: Float[Array, "B N V"]

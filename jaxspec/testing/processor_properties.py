@@ -29,17 +29,38 @@ from jaxspec.testing.tables import ScriptedDrafter, TableLM
 
 _PATH = 3
 
-# Compiled as wholes, as in the decoder: a single compilation for each shape, in place of one for each operation.
-_apply = jax.jit(lambda settings, state, path, logits: settings.apply(state, path, logits))
-_absorb = jax.jit(lambda settings, state, tokens, count, start: settings.absorb(state, tokens, count, start))
+# Compiled as wholes, as in the decoder: a single compilation for each shape, in place of one for each operation. The
+# programs take sampling settings, because a pytree of a processor alone may not say its class (`Sampling`).
+
+
+@jax.jit
+def _apply_all(sampling: Sampling, state: Any, path: jax.Array, logits: jax.Array) -> jax.Array:
+    return sampling.processors[0].apply(state, path, logits)
+
+
+@jax.jit
+def _absorb_all(sampling: Sampling, state: Any, tokens: jax.Array, count: jax.Array, start: jax.Array) -> Any:
+    return sampling.processors[0].absorb(state, tokens, count, start)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _read(
-    settings: Processor, vocab: int, slots: int, stops: jax.Array, text: jax.Array, length: jax.Array, start: jax.Array
+def _read_all(
+    sampling: Sampling, vocab: int, slots: int, stops: jax.Array, text: jax.Array, length: jax.Array, start: jax.Array
 ) -> Any:
+    return read_text(sampling.processors, Beginning(vocab, slots, stops), text, length, start)[0]
+
+
+def _apply(settings: Processor, state: Any, path: jax.Array, logits: jax.Array) -> jax.Array:
+    return _apply_all(Sampling(processors=[settings]), state, path, logits)
+
+
+def _absorb(settings: Processor, state: Any, tokens: jax.Array, count: jax.Array, start: jax.Array) -> Any:
+    return _absorb_all(Sampling(processors=[settings]), state, tokens, count, start)
+
+
+def _read(settings: Processor, *arguments: Any) -> Any:
     """Returns the state after a text."""
-    return read_text([settings], Beginning(vocab, slots, stops), text, length, start)[0]
+    return _read_all(Sampling(processors=[settings]), *arguments)
 
 
 def check_processor(

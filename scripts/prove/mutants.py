@@ -212,6 +212,14 @@ MUTANTS = (
         ("tests/core/test_sampling.py::test_scores_are_tempered_biased_and_limited",),
     ),
     Mutant(
+        "settings-without-classes",
+        "programs do not know the classes of processors, so that one that was compiled for another may run (JAX 0.10)",
+        "core/sampling.py",
+        "tuple(map(type, self.processors)) if isinstance(self.processors, tuple) else None",
+        "None",
+        ("tests/core/test_sampling.py::test_programs_know_the_classes_of_processors",),
+    ),
+    Mutant(
         "counts-of-rejected-nodes",
         "processors absorb the whole path of a round, not the tokens that are committed (SGLang #33643's kind)",
         "decode/commit.py",

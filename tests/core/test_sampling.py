@@ -9,8 +9,9 @@ from helpers.tiers import with_slow
 from helpers.toys import allowed, draw
 from jaxspec.core.laws import choose, kth_highest, scores, total, widened
 from jaxspec.core.noise import draw_gumbel
-from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
+from jaxspec.core.sampling import MIN_TEMPERATURE, PreparedSampling, Sampling
 from jaxspec.errors import InvalidConfig, TokenOutOfRange
+from jaxspec.processors.penalties import FrequencyPenalty, PresencePenalty
 from jaxspec.testing import g_test
 
 pytestmark = pytest.mark.quick
@@ -253,3 +254,12 @@ def test_sums_over_the_vocabulary_have_one_order(size):
         expected = expected[:, :half] + np.pad(expected[:, half:], ((0, 0), (0, expected.shape[1] % 2)))
     for rows in (1, 2, 8, 9):
         np.testing.assert_array_equal(jax.jit(total)(values[:rows]), expected[:rows, 0])
+
+
+def test_programs_know_the_classes_of_processors():
+    """Two registered dataclasses with one field each are of one structure to JAX, so settings name the classes."""
+    presence, frequency = (Sampling(processors=[one(0.5)]).rows(2, V) for one in (PresencePenalty, FrequencyPenalty))
+    for prepare in (lambda rows: rows, PreparedSampling.of):
+        one, other = prepare(presence), prepare(frequency)
+        assert jax.tree.structure(one) == jax.tree.structure(jax.tree.map(lambda a: a + 1, one))
+        assert jax.tree.structure(one) != jax.tree.structure(other)

@@ -1,5 +1,6 @@
 """Tests the watermark: its law, its noise, texts with drafts, and what the detector says of texts with and without."""
 
+import dataclasses
 import json
 
 import jax
@@ -210,6 +211,14 @@ def test_the_detector_refuses_what_are_no_tokens(tokens, said):
         detect_watermark(tokens, 1, V)
 
 
+def test_secrets_may_be_an_array():
+    rows = Watermark(np.asarray([3, 2**63 + 1], np.uint64)).rows(2, V)
+    np.testing.assert_array_equal(rows.secret, [secret_words(3), secret_words(2**63 + 1)])
+    np.testing.assert_array_equal(Watermark(np.uint64(5)).rows(2, V).secret, [secret_words(5)] * 2)
+    with pytest.raises(InvalidConfig, match="one for each of the 2 rows; got 3"):
+        Watermark(np.arange(3)).rows(2, V)
+
+
 def test_secrets_have_64_bits():
     assert secret_words(2**64 - 1) == (2**32 - 1, 2**32 - 1)
     assert secret_words(2**32 + 5) == (1, 5)
@@ -219,7 +228,8 @@ def test_the_command_reads_what_generate_wrote(tmp_path, capsys):
     config = tiny_config(vocab_size=259)
     model = write_bytes(tmp_path / "model", config, random_params(config))
     target = jaxspec.load(model)
-    sampling = jaxspec.Sampling(processors=[jaxspec.Watermark(99), ])  # fmt: skip
+    letters = jaxspec.AllowedTokens(target.tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", False, False))
+    sampling = jaxspec.Sampling(processors=[letters, jaxspec.Watermark(99)])
     options = {"sampling": sampling, "drafter": "none", "max_new_tokens": 60, "ignore_eos": True, "verbose": False}
     (output,) = jaxspec.generate(target, ["A text"], **options)
     expected = detect_watermark(output.tokens, 99, 259)
@@ -230,8 +240,7 @@ def test_the_command_reads_what_generate_wrote(tmp_path, capsys):
 
     assert main(["detect", str(file), "--target", str(model), "--secret", "99", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["text"] == str(file)
-    assert 0 <= found["p_value"] <= 1
+    assert found == {"text": str(file), **dataclasses.asdict(expected)}
     assert main(["detect", str(tmp_path / "none.txt"), "--target", str(model), "--secret", "99"]) == 1
-    assert "none.txt: cannot be read as text" in capsys.readouterr().err
+    assert "none.txt: cannot be read" in capsys.readouterr().err
     assert main(["detect", str(file), "--secret", "-1"]) == 2
