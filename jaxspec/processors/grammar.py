@@ -28,9 +28,7 @@ class Tables(NamedTuple):
 
     next: Shared  # [S, C], the next state of each state and class
     classes: Shared  # [G, V], the class of each token in each automaton
-    drafts: (
-        Shared  # [S], the token to draft in each state: the only allowed one, or the longest one of forced bytes; or -1
-    )
+    drafts: Shared  # [S], the token to draft in each state, see `TokenAutomaton`; or -1
     automaton: Int[Array | np.ndarray, "B"]
     start: Int[Array | np.ndarray, "B"]
 

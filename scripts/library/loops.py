@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 import jaxspec
+from jaxspec.core.automaton import TokenAutomaton
 from jaxspec.core.drafter import DrafterInputs
 from jaxspec.core.theory import ExpertReads
 from jaxspec.decode.lifecycle import row_axes
@@ -55,6 +57,9 @@ AT_ONE_WIDTH = (
 )  # fmt: skip
 """Drafters that the tiers also compile with one width for every target call."""
 WIDTH, WIDE = 16, 64
+WITH_GRAMMAR = ("none", "prompt-lookup, chain 8", "medusa, 64 nodes")
+"""Drafters that the tiers also compile with a grammar."""
+STATES, CLASSES = 512, 512  # of the grammar, those of a JSON object of twelve fields
 PERIOD = 4
 """Layers of Qwen3.5 after which the kinds of layers repeat: three with Gated DeltaNet, and one with attention."""
 MTP_TREES = {"MTP, 8 nodes": 8, "MTP, 64 nodes": 64}
@@ -204,6 +209,13 @@ def head_shapes(config: EagleConfig | DFlashConfig, target: TransformerLM) -> An
     return unflatten({name: jax.ShapeDtypeStruct(shape, dtype(name, len(shape))) for name, shape in shapes})
 
 
+def make_grammar(vocab: int) -> jaxspec.Grammar:
+    """Returns a grammar with random transitions, because programs depend on the sizes alone."""
+    rng = np.random.default_rng(0)
+    table, final = rng.integers(-1, STATES, (STATES, CLASSES)), np.ones(STATES, bool)
+    return jaxspec.Grammar(TokenAutomaton(table, final, np.arange(vocab) % CLASSES, rng.integers(-1, vocab, STATES)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """What is compiled: one line of the table."""
@@ -219,6 +231,7 @@ class Case:
     products: str = "xla"
     width: int = 0  # of every call of the target, `width_matched`; 0: as narrow as a round needs
     exact: bool = False  # products by one chain of sums, see `jaxspec.backend.exact_products`
+    grammar: bool = False  # every row has a grammar
 
     @property
     def named(self) -> dict[str, Any]:
@@ -227,6 +240,7 @@ class Case:
         drafter = self.drafter if self.attention == "xla" else f"{self.drafter}, attention in Pallas"
         drafter = f"{drafter}, width {self.width}" if self.width else drafter
         drafter = f"{drafter}, exact" if self.exact else drafter
+        drafter = f"{drafter}, grammar" if self.grammar else drafter
         own = {"chip": self.chip, "mesh": kind, "drafter": drafter, "batch": self.batch, "dtype": dtype}
         return own | {"layers": self.layers}
 
@@ -262,6 +276,8 @@ def cases(chips: list[str], layers: int, everything: bool, capacity: Callable[[i
         yield shallow(first, name, attention="pallas")
     for name in AT_ONE_WIDTH:
         yield shallow(first, name, attention="pallas", width=WIDE if "64" in name else WIDTH)
+    for mesh, name in itertools.product((False, True), WITH_GRAMMAR):
+        yield shallow(first, name, mesh, 1 + mesh, grammar=True)
     for chip, name in itertools.product(others, few):
         yield shallow(chip, name)
     # Three times a power of two, so that no array of rows has the number of elements of a cache by chance.
@@ -335,13 +351,15 @@ def prepared(case: Case, platform: str, devices: Any) -> tuple[Callable, tuple, 
     drafter, params = drafters(target, case.layers)[case.drafter] if other is None else other.drafters(target)[rest]
     decoder = jaxspec.Decoder(target, drafter, Coupled(), width_matched=case.width or False)
     weights = Weights(shapes(target, case.int8), params)
+    processors = [make_grammar(target.vocab)] if case.grammar else []
+    sampling = jaxspec.Sampling(temperature=1.0, processors=processors)
     request = Request(
         int32(batch, 64),
         int32(batch),
         int32(batch),
         jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)),
         int32(batch, 8),
-        jax.eval_shape(lambda: jaxspec.Sampling(temperature=1.0).rows(batch, target.vocab)),
+        jax.eval_shape(lambda: sampling.rows(batch, target.vocab)),
     )
     state = jax.eval_shape(lambda w, r: decoder.init(w, r, case.capacity), weights, request)
     arguments = (weights, state, int32())

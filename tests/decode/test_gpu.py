@@ -1,5 +1,6 @@
 """Tests what is of its own on GPUs, the decode loop as XLA compiles it for them, and that the tier finds defects."""
 
+import dataclasses
 import types
 
 import jax
@@ -377,6 +378,15 @@ def wrong(drafter: str = "none", mesh: bool = False, layers: int = 2) -> str:
 def test_the_tier_finds_nothing_in_the_loop(compiler):
     assert not wrong()
     assert not wrong(mesh=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mesh", [False, True])
+def test_the_tier_finds_nothing_in_a_loop_with_a_grammar(compiler, mesh):
+    case = Case("h100", "prompt-lookup, chain 8", mesh, 2, layers=2)
+    plain, ruled = gpu.look(case), gpu.look(dataclasses.replace(case, grammar=True))
+    assert not ruled["wrong"]
+    assert ruled["moved_gb"] < 1.05 * plain["moved_gb"]
 
 
 @pytest.mark.gpu

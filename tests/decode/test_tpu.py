@@ -1,5 +1,7 @@
 """Tests the decode loop as XLA compiles it for TPUs, on two layers, and the checks of both tiers."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -263,6 +265,15 @@ def found(mesh: bool = False) -> str:
 @pytest.mark.parametrize("mesh", [False, True])
 def test_the_tier_finds_nothing_in_the_loop(compiler, mesh):
     assert not found(mesh)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("mesh", [False, True])
+def test_the_tier_finds_nothing_in_a_loop_with_a_grammar(compiler, mesh):
+    case = Case("v6e", "prompt-lookup, chain 8", mesh, 2, layers=2, capacity=32768)
+    plain, ruled = tpu.look(case), tpu.look(dataclasses.replace(case, grammar=True))
+    assert not ruled["wrong"]
+    assert ruled["moved_gb"] < 1.05 * plain["moved_gb"]
 
 
 @pytest.mark.tpu
