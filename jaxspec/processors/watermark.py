@@ -95,11 +95,13 @@ class Watermark:
         last = last_tokens(before, path)
         # The tokens after which the absorbed text and the path went on, as windows of `context` tokens.
         text = jnp.pad(state.tokens, ((0, 0), (self.context, 0)), constant_values=-1)[:, None]
-        own = jnp.concatenate([jnp.broadcast_to(before[:, None], (*path.shape[:2], self.context)), path], -1)
         at = jnp.arange(state.tokens.shape[1])
         written = (at >= state.begin[:, None]) & (at < state.length[:, None])
-        beyond = state.length[:, None] + jnp.arange(path.shape[2]) >= state.begin[:, None]
-        times = _count_repeats(text, last, written[:, None]) + _count_repeats(own, last, beyond[:, None] & (path >= 0))
+        times = _count_repeats(text, last, written[:, None])
+        if path.shape[2]:  # XLA fails where an empty slice of joined arrays is taken (JAX 0.10 to 0.12)
+            own = jnp.concatenate([jnp.broadcast_to(before[:, None], (*path.shape[:2], self.context)), path], -1)
+            beyond = state.length[:, None] + jnp.arange(path.shape[2]) >= state.begin[:, None]
+            times += _count_repeats(own, last, beyond[:, None] & (path >= 0))
         secret = jnp.broadcast_to(self.secret[:, None], (*path.shape[:2], 2))
         return noise_keys(secret, last, times)
 

@@ -130,18 +130,19 @@ class NoRepeatNgram:
             logits = forbid(logits, tokens, repeats)
         return logits
 
-    def _forbidden(
-        self, state: TextState, path: Int[Array, "B N D"]
-    ) -> tuple[Int[Array, "B N S"], Int[Array, "B N D"]]:
-        """Returns the tokens that would repeat tokens of the absorbed text, and tokens of the path; else -1."""
+    def _forbidden(self, state: TextState, path: Int[Array, "B N D"]) -> tuple[Int[Array, "B N M"], ...]:
+        """Returns the tokens that would repeat those of the absorbed text, and of the path if there is one; else -1."""
         before = self.longest - 1
         text = jnp.where(jnp.arange(state.tokens.shape[1]) < state.length[:, None], state.tokens, -1)
         last = keep_last(jnp.full((len(text), before), -1, jnp.int32), text, state.length)
         ending = last_tokens(last, path)
         # Tokens of the text and of the path, each after `before` others; positions before the beginning are -1.
         for_all = jnp.pad(text, ((0, 0), (before, 0)), constant_values=-1)[:, None]
+        repeats = self._repeats(for_all, ending)
+        if not path.shape[2]:
+            return (repeats,)  # XLA fails where an empty slice of joined arrays is taken (JAX 0.10 to 0.12)
         own = jnp.concatenate([jnp.broadcast_to(last[:, None], (*path.shape[:2], before)), path], -1)
-        return self._repeats(for_all, ending), self._repeats(own, ending)
+        return repeats, self._repeats(own, ending)
 
     def _repeats(self, text: Int[Array, "B #N S"], ending: Int[Array, "B N L"]) -> Int[Array, "B N M"]:
         """Returns the tokens of a text that follow the same tokens as the next token will, else -1."""

@@ -455,8 +455,8 @@ MUTANTS = (
         "watermark-ignores-the-path",
         "tokens of a drafted path do not count as text, so that the noise depends on the drafts",
         "processors/watermark.py",
-        "_count_repeats(own, last, beyond[:, None] & (path >= 0))",
-        "0",
+        "times += _count_repeats(own, last, beyond[:, None] & (path >= 0))",
+        "times += 0",
         (f"{WATERMARK}::test_tokens_of_drafted_paths_count_as_text",),
     ),
     Mutant(

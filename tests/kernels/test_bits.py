@@ -83,7 +83,19 @@ def in_blocks(params, seed: int):
     return jax.tree_util.tree_map_with_path(convert, params)
 
 
-def decode(target: jaxspec.Model, rows: list[int], seed: int, **drafting) -> list[tuple]:
+PROCESSORS = {
+    "all": [
+        jaxspec.LogitBias({3: -1.0, 5: 2.0}), jaxspec.RepetitionPenalty(1.1), jaxspec.PresencePenalty(0.2),
+        jaxspec.FrequencyPenalty(0.1), jaxspec.NoRepeatNgram(3), jaxspec.BadWords([[3], [1, 2]]),
+        jaxspec.MinNewTokens(5), jaxspec.AllowedTokens(range(1, 60)), jaxspec.SuppressTokens([4]),
+        jaxspec.ThinkingBudget(5, [7, 6]),
+    ],
+    "watermark": [jaxspec.Watermark(7, temperature=0.8, context=1)],
+    "none": [],
+}  # fmt: skip
+
+
+def decode(target: jaxspec.Model, rows: list[int], seed: int, processors: str = "none", **drafting) -> list[tuple]:
     """Returns the tokens and log-probabilities of some rows, decoded together."""
     key = jax.random.wrap_key_data(
         jax.vmap(lambda row: jax.random.key_data(jax.random.fold_in(jax.random.key(seed), row)))(np.array(rows))
@@ -92,7 +104,11 @@ def decode(target: jaxspec.Model, rows: list[int], seed: int, **drafting) -> lis
         target,
         [PROMPTS[row] for row in rows],
         key=key,
-        sampling=Sampling(temperature=TEMPERATURE[rows], top_p=0.95),
+        sampling=Sampling(
+            temperature=0.0 if processors == "watermark" else TEMPERATURE[rows],
+            top_p=0.95,
+            processors=PROCESSORS[processors],
+        ),
         max_new_tokens=20,
         logprobs=2,
         verbose=False,
@@ -130,6 +146,14 @@ FAST = {("int8", "prompt-lookup"), ("hybrid bfloat16", "model"), ("sparse int8",
 def test_drafts_and_neighbours_change_no_bit(dtype, name):
     for seed in range(3):
         check(dtype, name, DRAFTERS[name], seed)
+
+
+@pytest.mark.parametrize("processors", ["all", "watermark"])
+def test_with_processors_drafts_change_no_bit(processors):
+    target = model("int8", 0)
+    alone = [decode(target, [row], 0, processors, drafter="none")[0] for row in range(len(PROMPTS))]
+    assert alone != plain("int8", 0), "the processors change the texts"
+    assert decode(target, [0, 1, 2], 0, processors, drafter="prompt-lookup", tree=chain(7)) == alone
 
 
 @pytest.mark.slow
