@@ -1,6 +1,6 @@
 """Compares texts under processors with the logits processors of transformers, token by token, on SmolLM2.
 
-    pip install torch transformers
+    pip install 'jaxspec-decoding[oracle]'
     python -m scripts.prove.compare_processors [--record processors-transformers]
 
 Twenty prompts are decoded by jaxspec with its default drafter, with each setting of each processor that transformers
