@@ -26,7 +26,7 @@ MEMBERS = {
     "frequency": FrequencyPenalty(0.3),
     "no-repeat-ngram": NoRepeatNgram(2),
     "bad-words": BadWords([[3], [1, 2], [4, 4, 5]]),
-    "min-new-tokens": MinNewTokens(7),
+    "min-new-tokens": MinNewTokens(2),
     "allowed-tokens": AllowedTokens([0, 1, 2, 3, 5, 8]),
     "suppress-tokens": SuppressTokens([4, 7]),
     "thinking-budget": ThinkingBudget(5, [7, 3]),
