@@ -22,7 +22,7 @@ from jaxspec.processors.masks import AllowedTokens, SuppressTokens
 from jaxspec.processors.minimum import MinNewTokens
 from jaxspec.processors.penalties import FrequencyPenalty, RepetitionPenalty
 from jaxspec.processors.words import BadWords, NoRepeatNgram
-from jaxspec.testing import TableLM
+from jaxspec.testing import ScriptedDrafter, TableLM
 
 pytestmark = pytest.mark.quick
 
@@ -128,15 +128,23 @@ def test_bad_settings_are_refused_before_anything_compiles():
             Sampling(processors=[one]).rows(2, V)
 
 
-@pytest.mark.parametrize("tree", [chain(4), dynamic(2, 4, 7)])
-def test_forced_tokens_are_drafted_whatever_the_drafter_finds(tree):
-    """In a text without repetitions a copy is never right, but all of the forced sequence behind its first token is."""
+@pytest.mark.parametrize(
+    ("drafter", "script"),
+    [
+        (PromptLookup(chain(4), min_match=2), None),
+        (PromptLookup(dynamic(2, 4, 7), min_match=2), None),
+        (ScriptedDrafter(chain(4)), jnp.zeros((V, 5), jnp.int32)),
+    ],
+    ids=["nothing", "nothing, dynamic", "forbidden tokens"],
+)
+def test_forced_tokens_are_drafted_whatever_the_drafter_finds(drafter, script):
+    """No draft of its own is right, but all of the forced sequence behind its first token is."""
     end = [7, 3, 9, 2, 8, 5]
     asked = request([[1, 2]], 9, vocab=V, processors=[ThinkingBudget(2, end), SuppressTokens([0, 1])])
-    lookup = generate(decoder(LM, PromptLookup(tree, min_match=2)), Weights(PARAMS), asked, 128)
+    drafted = generate(decoder(LM, drafter), Weights(PARAMS, script), asked, 128)
     plain = generate(decoder(LM, NoDraft()), Weights(PARAMS), asked, 128)
-    assert texts(lookup) == texts(plain)
+    assert texts(drafted) == texts(plain)
     assert texts(plain)[0][4:10] == end
-    assert int(np.asarray(lookup.log.emitted).sum()) == 9
+    assert int(np.asarray(drafted.log.emitted).sum()) == 9
     # Rounds: two tokens of thinking, four drafted forced tokens and the one after them, and the rest.
-    assert int((np.asarray(lookup.log.emitted) > 0).sum()) <= 5
+    assert int((np.asarray(drafted.log.emitted) > 0).sum()) <= 5
