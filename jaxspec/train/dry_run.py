@@ -65,16 +65,19 @@ class Program(NamedTuple):
         name: what it computes.
         temporaries: bytes of its temporary arrays on each device; None if the compiler refused it for lack of memory.
         flops: operations of matrix products on each device.
-        collectives: its collectives, where those in a loop are listed once; empty if the program cannot be printed.
+        collectives: its collectives, where those in a loop are listed once; None if they are not known, because the
+            program cannot be compiled or printed.
     """
 
     name: str
     temporaries: int | None
     flops: float
-    collectives: list[Collective]
+    collectives: list[Collective] | None
 
-    def sum_collectives(self) -> dict[str, tuple[int, int]]:
-        """Returns the number and the bytes of each kind of collective."""
+    def sum_collectives(self) -> dict[str, tuple[int, int]] | None:
+        """Returns the number and the bytes of each kind of collective; None if they are not known."""
+        if self.collectives is None:
+            return None
         sums = {}
         for one in self.collectives:
             count, bytes = sums.get(one.kind, (0, 0))
@@ -153,8 +156,7 @@ class DryRun(Plan):
         lines.append(f"  at once: {total}")
         lines += [f"on every device, because no dimension can be split: {', '.join(self.whole)}"] if self.whole else []
         for program in self.programs:
-            each = [f"{number} {kind} ({size(bytes)})" for kind, (number, bytes) in program.sum_collectives().items()]
-            lines.append(f"collectives of the {program.name}: {', '.join(each) or 'none'}")
+            lines.append(f"collectives of the {program.name}: {_describe(program.sum_collectives())}")
         flops = sum(program.flops for program in self.programs)
         parts = ", ".join(f"{program.name} {program.flops / 1e12:.3g}" for program in self.programs)
         lines.append(f"products of each device: {flops / 1e12:.3g} TFLOP a step ({parts})")
@@ -329,12 +331,20 @@ def compile_program(program: TracedProgram) -> Program:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
-        return Program(name, None, flops, [])
+        return Program(name, None, flops, None)
     memory = done.memory_analysis()
-    text = ""
+    text = None
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # JAX 0.10 cannot print some asynchronous instructions
-        text = done.as_text() or ""
-    return Program(name, 0 if memory is None else memory.temp_size_in_bytes, flops, list_collectives(text))
+        text = done.as_text()
+    exchanged = None if text is None else list_collectives(text)
+    return Program(name, 0 if memory is None else memory.temp_size_in_bytes, flops, exchanged)
+
+
+def _describe(exchanged: dict[str, tuple[int, int]] | None) -> str:
+    """Describes the sums of collectives."""
+    if exchanged is None:
+        return "not known, because the program cannot be compiled or printed"
+    return ", ".join(f"{number} {kind} ({size(bytes)})" for kind, (number, bytes) in exchanged.items()) or "none"
 
 
 def count_flops(jaxpr: Any) -> float:

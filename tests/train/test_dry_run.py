@@ -93,6 +93,14 @@ def test_what_does_not_fit_is_said():
     assert "  at once: does not fit" in full.lines()
 
 
+def test_collectives_that_cannot_be_read_are_not_none():
+    found = planned.dry_run(shapes(), SETTINGS)
+    step, features = (found.programs[i]._replace(name=f"program {i}", collectives=[None, []][i]) for i in range(2))
+    lines = dataclasses.replace(found, programs=[step, features]).lines()
+    assert "collectives of the program 0: not known, because the program cannot be compiled or printed" in lines
+    assert "collectives of the program 1: none" in lines
+
+
 def test_settings_that_no_machine_has():
     with pytest.raises(InvalidConfig, match="mesh 'data=4096' needs more than"):
         planned.dry_run(shapes(), jaxspec.MedusaSettings(mesh="data=4096", batch=4096))
@@ -157,6 +165,7 @@ def compile_for_tpus(name: str, monkeypatch) -> tuple[planned.Program, list[tupl
 def find_wrong(name: str, monkeypatch) -> list[str]:
     """Returns what is exchanged between devices and should not be, in one of the programs of a step."""
     program, matrices = compile_for_tpus(name, monkeypatch)
+    assert program.collectives is not None
     by_kind: dict[str, list[planned.Collective]] = {}
     for one in program.collectives:
         by_kind.setdefault(one.kind, []).append(one)
