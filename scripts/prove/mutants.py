@@ -313,7 +313,7 @@ MUTANTS = (
         "core/automaton.py",
         "alive = leads_to(table, final)",
         "alive = np.ones_like(final)",
-        ("tests/processors/test_grammar.py::test_plain_decoding_is_that_of_a_search_over_bytes",),
+        ("tests/core/test_automaton.py::test_tokens_are_allowed_as_a_search_over_bytes_finds",),
     ),
     Mutant(
         "one-key-for-the-batch",
