@@ -341,7 +341,7 @@ def compile_program(program: TracedProgram) -> Program:
 
 
 def _describe(exchanged: dict[str, tuple[int, int]] | None) -> str:
-    """Describes the sums of collectives."""
+    """Describes collectives, as `Program.sum_collectives` counts them."""
     if exchanged is None:
         return "not known, because the program cannot be compiled or printed"
     return ", ".join(f"{number} {kind} ({size(bytes)})" for kind, (number, bytes) in exchanged.items()) or "none"

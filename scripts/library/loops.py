@@ -59,7 +59,7 @@ AT_ONE_WIDTH = (
 WIDTH, WIDE = 16, 64
 WITH_GRAMMAR = ("none", "prompt-lookup, chain 8", "medusa, 64 nodes")
 """Drafters that the tiers also compile with a grammar."""
-STATES, CLASSES = 512, 512  # of the grammar, those of a JSON object of twelve fields
+STATES, CLASSES = 512, 512  # of the grammar
 PERIOD = 4
 """Layers of Qwen3.5 after which the kinds of layers repeat: three with Gated DeltaNet, and one with attention."""
 MTP_TREES = {"MTP, 8 nodes": 8, "MTP, 64 nodes": 64}

@@ -138,7 +138,7 @@ def test_bad_settings_are_refused_before_anything_compiles():
     ids=["nothing", "nothing, dynamic", "forbidden tokens"],
 )
 def test_forced_tokens_are_drafted_whatever_the_drafter_finds(drafter, script):
-    """No draft of its own is right, but all of the forced sequence behind its first token is."""
+    """The drafter's tokens are never right, and all forced tokens behind the first forced token are drafted."""
     end = [7, 3, 9, 2, 8, 5]
     asked = request([[1, 2]], 9, vocab=V, processors=[ThinkingBudget(2, end), SuppressTokens([0, 1])])
     drafted = generate(decoder(LM, drafter), Weights(PARAMS, script), asked, 128)
