@@ -228,6 +228,7 @@ def test_the_command_reads_what_generate_wrote(tmp_path, capsys):
     config = tiny_config(vocab_size=259)
     model = write_bytes(tmp_path / "model", config, random_params(config))
     target = jaxspec.load(model)
+    assert target.tokenizer is not None
     letters = jaxspec.AllowedTokens(target.tokenizer.encode("abcdefghijklmnopqrstuvwxyz ", False, False))
     sampling = jaxspec.Sampling(processors=[letters, jaxspec.Watermark(99)])
     options = {"sampling": sampling, "drafter": "none", "max_new_tokens": 60, "ignore_eos": True, "verbose": False}
