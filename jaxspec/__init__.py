@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from jaxspec.processors.words import NoRepeatNgram as NoRepeatNgram
     from jaxspec.train.dflash_settings import DFlashSettings as DFlashSettings
     from jaxspec.train.dflash_settings import DSparkSettings as DSparkSettings
+    from jaxspec.train.dflash_settings import JetSpecSettings as JetSpecSettings
     from jaxspec.train.eagle_settings import Eagle1Settings as Eagle1Settings
     from jaxspec.train.eagle_settings import Eagle3Settings as Eagle3Settings
     from jaxspec.train.medusa_settings import MedusaSettings as MedusaSettings
@@ -133,7 +134,7 @@ _MODULES = {
     "jaxspec.processors.penalties": ("FrequencyPenalty", "PresencePenalty", "RepetitionPenalty"),
     "jaxspec.processors.watermark": ("Watermark",),
     "jaxspec.processors.words": ("BadWords", "NoRepeatNgram"),
-    "jaxspec.train.dflash_settings": ("DFlashSettings", "DSparkSettings"),
+    "jaxspec.train.dflash_settings": ("DFlashSettings", "DSparkSettings", "JetSpecSettings"),
     "jaxspec.train.eagle_settings": ("Eagle1Settings", "Eagle3Settings"),
     "jaxspec.train.medusa_settings": ("MedusaSettings",),
     "jaxspec.train.online": ("OnlineHeads",),

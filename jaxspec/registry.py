@@ -142,6 +142,7 @@ TRAINEES = Members(
         "eagle3": "jaxspec.train.eagle_settings:Eagle3Settings",
         "dflash": "jaxspec.train.dflash_settings:DFlashSettings",
         "dspark": "jaxspec.train.dflash_settings:DSparkSettings",
+        "jetspec": "jaxspec.train.dflash_settings:JetSpecSettings",
         "pard": "jaxspec.train.pard_settings:PardSettings",
     },
 )

@@ -27,7 +27,7 @@ COMMANDS = {
     "demo": "write with a small language model, and compare the drafters with plain decoding",
     "bench": "measure drafters against plain decoding on standard prompts",
     "tune": "measure how many tokens to draft with a pair of models, and write the result to a file",
-    "train": "train draft heads (Medusa, EAGLE, DFlash, DSpark) or a PARD draft model for a target",
+    "train": "train draft heads (Medusa, EAGLE, DFlash, DSpark, JetSpec) or a PARD draft model for a target",
     "fingerprint": "print the sha256 of everything in a training run",
     "detect": "test whether texts have the watermark of a secret",
     "acceptance": "compute the share of drafted tokens that each rule accepts, and the optimum",

@@ -1,8 +1,8 @@
 """Writes draft heads in the layout of another system: 'jaxspec export HEADS --layout vllm --out DIR'.
 
-EAGLE, DFlash and DSpark heads can be exported, and heads trained with '--inputs hidden' (Medusa's kind). Heads trained
-with '--inputs path' or 'recurrent' cannot be exported: no other system has a layout for them, and only jaxspec serves
-them.
+EAGLE, DFlash, DSpark and JetSpec heads can be exported, and heads trained with '--inputs hidden' (Medusa's kind). Heads
+trained with '--inputs path' or 'recurrent' cannot be exported: no other system has a layout for them, and only jaxspec
+serves them.
 """
 
 import argparse

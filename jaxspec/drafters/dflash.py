@@ -1,10 +1,11 @@
-"""The drafter "dflash": a DFlash or DSpark head, which predicts a block of tokens in one call (`jaxspec.heads.dflash`).
+"""The drafter "dflash": a DFlash, DSpark or JetSpec head, which predicts a block of tokens in one call.
 
-Its cache holds only the keys and values of the target's states before the root; the keys and values of a block's rows
-are dropped. The nodes of a level share a row of the block, whose law the Markov head adapts to the node's token, or to
-the tokens of the node's path. So the law after a node does not depend on anything below the node, under any rule. The
-same is true of the estimate of a confidence head, which a schedule may read. Where rows attend to later rows, a block
-has all the rows it was trained with, however shallow the tree is, because fewer masks would give other distributions.
+The head is a network of `jaxspec.heads.dflash`. Its cache holds only the keys and values of the target's states before
+the root; the keys and values of a block's rows are dropped. The nodes of a level share a row of the block, whose law
+the Markov head adapts to the node's token, or to the tokens of the node's path. So the law after a node does not depend
+on anything below the node, under any rule. The same is true of the estimate of a confidence head, which a schedule may
+read. Where rows attend to later rows, a block has all the rows it was trained with, however shallow the tree is,
+because fewer masks would give other distributions.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ class DFlashState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DFlash(TreeDrafter):
-    """Draws from the distributions of a DFlash or DSpark head on states of the target.
+    """Draws from the distributions of a DFlash, DSpark or JetSpec head on states of the target.
 
     Attributes:
         config: the sizes of the head; the option `taps` replaces the taps in its file.

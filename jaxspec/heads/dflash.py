@@ -9,6 +9,8 @@ DSpark (2026, arXiv:2607.05147) adds two small heads. The Markov head corrects t
 r that depends on the token before the row, so the tokens of a block depend on each other at little cost. The confidence
 head estimates the overlap of a row's distribution with the target's.
 
+JetSpec (2026, arXiv:2606.18394) is a DFlash head in which a row of a block does not attend to later rows.
+
 DFlash 2 (2026) has convolutions along the rows of a block. Instead of a Markov head it has a selector, which corrects
 the logits of the most likely tokens of a row and excludes all others.
 """

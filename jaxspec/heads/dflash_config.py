@@ -1,4 +1,4 @@
-"""The sizes of DFlash, DSpark and DFlash 2 heads. Nothing here imports JAX."""
+"""The sizes of DFlash, DSpark, JetSpec and DFlash 2 heads. Nothing here imports JAX."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class DFlashConfig(TappedSizes):
     """The sizes of a DFlash head; static and hashable.
 
     A head with a Markov head or a confidence head is a DSpark head. A head with convolutions or a selector is a DFlash
-    2 head.
+    2 head. Any other head whose layers are all causal is a JetSpec head.
 
     Attributes:
         decoder: the sizes and constants of the head's own layers. `hidden_size` is E, and `vocab_size` is the target's
@@ -145,9 +145,16 @@ class DFlashConfig(TappedSizes):
 
     @property
     def summary(self) -> str:
-        layers, kind = self.decoder.num_layers, "DSpark" if self.markov or self.confidence else "DFlash"
-        kind = "DFlash 2" if self.is_second else kind
-        return f"a {kind} head of {plural(layers, 'layer')}, blocks of {self.block_size}"
+        return f"a {self.kind} head of {plural(self.decoder.num_layers, 'layer')}, blocks of {self.block_size}"
+
+    @property
+    def kind(self) -> str:
+        """The kind of the head, for people: "DFlash", "DFlash 2", "DSpark" or "JetSpec"."""
+        if self.is_second:
+            return "DFlash 2"
+        if self.markov or self.confidence:
+            return "DSpark"
+        return "JetSpec" if self.is_all_causal else "DFlash"
 
     @property
     def is_second(self) -> bool:
@@ -170,13 +177,18 @@ class DFlashConfig(TappedSizes):
         """Returns whether the rows of a block see only themselves and the rows before them in this layer."""
         return bool(self.causal) and self.causal[layer]
 
+    @property
+    def is_all_causal(self) -> bool:
+        """Whether no row of a block sees the rows after it."""
+        return bool(self.causal) and all(self.causal)
+
     def rows_for(self, depth: int) -> int:
         """Returns the number of rows of a block that guesses `depth` tokens.
 
         If all layers are causal, no row sees the rows after it, and the block ends with the last row that is needed.
         Otherwise the block is whole, as in training.
         """
-        return depth + self.skipped if self.causal and all(self.causal) else self.block_size
+        return depth + self.skipped if self.is_all_causal else self.block_size
 
     def param_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every parameter by name, such as `layers.0.qkv`; see `ModelConfig.param_shapes`.

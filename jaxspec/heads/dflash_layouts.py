@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads in files: the layouts of other systems, and how files in them are read.
+"""DFlash, DSpark and JetSpec heads in files: the layouts of other systems, and how files in them are read.
 
 The tensors have the same names in all layouts, which are the names of a Qwen3 model without the prefix `model.`. Linear
 maps are [out, in]. The layouts differ in the contents of config.json, by which they are recognised. Nothing here
@@ -62,6 +62,8 @@ def dflash2_settings(config: DFlashConfig) -> dict[str, int]:
 
 SPECULATORS_KINDS = {"dflash": False, "dspark": True}
 """The kinds of heads of speculators that can be read, and whether the first row of their blocks guesses a token."""
+CAUSAL_KEYS = ("is_causal", "causal", "causal_head")
+"""The keys that state whether the layers are causal; files of JetSpec have the last."""
 NEUTRAL_ENTRIES: dict[str, Any] = {
     "output_multiplier": 1.0,
     "input_embedding_scale": 1.0,
@@ -77,7 +79,7 @@ NEUTRAL_ENTRIES: dict[str, Any] = {
 
 
 class DFlashReader(LayerReader):
-    """Reads the sizes of a DFlash or DSpark head."""
+    """Reads the sizes of a DFlash, DSpark or JetSpec head."""
 
     entry = "dflash_config"
     # Files of speculators also have copies of the target's tensors, which only training reads.
@@ -99,7 +101,7 @@ class DFlashReader(LayerReader):
         try:
             return DFlashConfig(
                 decoder,
-                block_size=self._stated("block_size"),
+                block_size=self._stated("block_size") - self._is_shifted(any(causal)),
                 mask_token=self._stated("mask_token_id"),
                 from_anchor=self._from_anchor(),
                 causal=causal if any(causal) else (),
@@ -129,6 +131,8 @@ class DFlashReader(LayerReader):
     def _from_anchor(self) -> bool:
         if "sample_from_anchor" in self._more:
             return self._flag("sample_from_anchor")
+        if self._flag("draft_shift"):
+            return True
         if self._layout.nested:
             return SPECULATORS_KINDS[self._settings["speculators_model_type"]]
         if "dflash_config" in self._settings and "markov_head.markov_w1.weight" in self._shapes:
@@ -137,6 +141,18 @@ class DFlashReader(LayerReader):
                 "block guesses a token (as in files of DeepSpec), false if it does not (as in files of DFlash)"
             )
         return "dflash_config" not in self._settings
+
+    def _is_shifted(self, causal: bool) -> bool:
+        """Returns whether the last row of a block of JetSpec guesses no token, so that a block has one row less.
+
+        The rows before it guess the same tokens without it if they do not see it.
+        """
+        shifted = self._flag("draft_shift")
+        if shifted and not causal:
+            raise CheckpointError(
+                f"{self._where}: config.json says draft_shift, but not that the layers are causal; add causal_head"
+            )
+        return shifted
 
     def _windowed(self) -> tuple[bool, ...]:
         layers, types = self._count_layers(), self._entries.get("layer_types")
@@ -162,7 +178,7 @@ class DFlashReader(LayerReader):
         if self._layout.nested:
             both_ways = self._flag("sliding_window_non_causal")
             return tuple(window and not both_ways for window in windowed)
-        for key in ("is_causal", "causal"):
+        for key in CAUSAL_KEYS:
             if key in self._more:
                 return (self._flag(key),) * len(windowed)
         return windowed
@@ -219,7 +235,7 @@ class DFlashReader(LayerReader):
 
 
 class DFlashKind(LayeredKind):
-    """DFlash and DSpark heads in files."""
+    """DFlash, DSpark and JetSpec heads in files."""
 
     def layout_of(self, layout: Layout, settings: Mapping[str, Any]) -> Layout:
         zlab, speculators, deepspec = self.layouts
@@ -245,7 +261,7 @@ class DFlashKind(LayeredKind):
             return None
         if config.markov or config.confidence:
             return f"the layout {layout.name} cannot hold the Markov head and the confidence head of DSpark"
-        if config.from_anchor:
+        if config.from_anchor and not config.is_all_causal:
             return f"in the layout {layout.name} the first row of a block does not predict a token"
         if config.own_embedding or config.own_projection or config.draft_vocab_size is not None:
             return f"the layout {layout.name} shares the target's embedding and projection, but this head has its own"
@@ -275,6 +291,9 @@ class DFlashKind(LayeredKind):
         if not layout.nested:
             switches = {"mask_token_id": config.mask_token, layout.taps_key: ids, "causal": config.is_causal(0)}
             own: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size}
+            if config.is_all_causal:  # JetSpec reads other keys than vLLM
+                own["block_size"] += config.from_anchor
+                switches |= {"causal_head": True, "draft_shift": config.from_anchor}
             if config.is_second:
                 switches |= {"block_size": own.pop("block_size")} | dflash2_settings(config)
                 own |= {"architectures": ["DFlash2DraftModel"]}
@@ -288,7 +307,7 @@ class DFlashKind(LayeredKind):
             "draft_vocab_size": config.rows,
             "target_hidden_size": config.target_size,
         }
-        kind = "DSpark" if config.markov or config.confidence else "DFlash"
+        kind = "DSpark" if config.markov or config.confidence else "DFlash"  # JetSpec is no kind of speculators
         if kind == "DSpark":
             switches |= {
                 "markov_rank": config.markov_rank,
@@ -304,15 +323,15 @@ def _layout(**more: Any) -> LayerLayout:
 
 
 DFLASH = DFlashKind(
-    title="DFlash or DSpark heads",
+    title="DFlash, DSpark or JetSpec heads",
     sizes=DFlashConfig,
     network="jaxspec.heads.dflash:DFlashHead",
     reader=DFlashReader,
     layouts=(
         _layout(
             name="dflash",
-            summary="DFlash without tables of its own",
-            readers="DFlash, vLLM, SGLang",
+            summary="DFlash and JetSpec without tables of their own",
+            readers="DFlash, JetSpec, vLLM, SGLang",
             taps_key="target_layer_ids",
             first_tap=1,
         ),

@@ -38,8 +38,8 @@ def export_heads(
         heads: the heads to write.
         directory: where the files are written; it must not hold heads yet.
         layout: "v0.1", "legacy" or "vllm" for Medusa heads, "eagle3", "speculators" or "eagle1" for EAGLE heads, "mtp"
-            for layers for multi-token prediction, "dflash" or "dflash-speculators" for DFlash and DSpark heads; None
-            for the first layout that can hold the heads.
+            for layers for multi-token prediction, "dflash" or "dflash-speculators" for DFlash, DSpark and JetSpec
+            heads; None for the first layout that can hold the heads.
         target: the model that the heads draft for; required if its projection must be copied.
         base: the name that other systems have for the target; None: the name of `target`.
 

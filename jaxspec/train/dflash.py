@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads in training, for any target that gives its residual stream (`TappedTarget`).
+"""DFlash, DSpark and JetSpec heads in training, for any target that gives its residual stream (`TappedTarget`).
 
 A block at position t has the token t + 1 as its root, and reads the target's states up to t, as in a round whose last
 token is t + 1. The rows of a block attend to these states and to one another, but not to other blocks. The Markov head
@@ -7,6 +7,7 @@ reads the text's own tokens (DSpark, arXiv:2607.05147).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -36,7 +37,7 @@ EVALUATION_BLOCKS = BlockTraining(anchors=1, gamma=1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlashTrainee(HeadTrainee):
-    """A DFlash or DSpark head that is trained for a target."""
+    """A DFlash, DSpark or JetSpec head that is trained for a target."""
 
     config: DFlashConfig
 
@@ -62,8 +63,7 @@ class DFlashTrainee(HeadTrainee):
             f"{config.max_depth} tokens{markov}{', with a confidence head' * config.confidence}, mask token "
             f"{config.mask_token}, {config.rows} of {config.vocab_size} tokens drafted"
         )
-        title = "DSpark head" if config.markov or config.confidence else "DFlash head"
-        return cls._of(config, title, sizes, drafted=config.max_depth, blocks=blocks)
+        return cls._of(config, f"{config.kind} head", sizes, drafted=config.max_depth, blocks=blocks)
 
     @classmethod
     def make(cls, settings: DFlashSettings | DSparkSettings, target: Model, start: DraftHeads | None) -> Self:
@@ -82,6 +82,8 @@ class DFlashTrainee(HeadTrainee):
             if start.config.is_second:
                 raise InvalidConfig(f"start: {start.name} is {start.config.summary}, which cannot be trained")
             config = dataclasses.replace(start.config, taps=start.config.taps_of(lm.depth))
+            if settings.causal:
+                config = dataclasses.replace(config, causal=(True,) * config.decoder.num_layers)
             check_start(settings, config, ("anchors", "gamma", "confidence"))
         else:
             taps = parse_taps(settings.taps) or default_dflash_taps(lm.depth, settings.layers)
@@ -94,6 +96,7 @@ class DFlashTrainee(HeadTrainee):
                 block_size=settings.block,
                 mask_token=settings.mask_token if settings.mask_token >= 0 else lm.vocab - 1,
                 from_anchor=settings.from_anchor,
+                causal=(True,) * settings.layers if settings.causal else (),
                 taps=taps,
                 markov=settings.markov,
                 markov_rank=settings.markov_rank,
@@ -103,7 +106,7 @@ class DFlashTrainee(HeadTrainee):
             )
         check_target(config, target)
         with_taps(lm, config.taps or ())
-        return cls.of(config, BlockTraining(settings.anchors, settings.gamma, settings.confidence))
+        return cls.of(config, BlockTraining(settings.anchors, settings.gamma or math.inf, settings.confidence))
 
     def unroll(self, params: Params, frozen: FrozenTarget, batch: Batch) -> Iterator[Guess]:
         """Yields the guesses of each token of the blocks. The backward pass recomputes attention."""

@@ -1,4 +1,4 @@
-"""The settings of DFlash and DSpark heads, which guess blocks of tokens. Nothing here imports JAX."""
+"""The settings of DFlash, DSpark and JetSpec heads, which guess blocks of tokens. Nothing here imports JAX."""
 
 from jaxspec.core.settings import setting, settings_class
 from jaxspec.errors import InvalidConfig
@@ -8,11 +8,11 @@ from jaxspec.train.settings import LOSSES, TrainSettings, parse_taps
 
 @settings_class
 class _BlockSettings(TrainSettings):
-    """The settings that DFlash and DSpark heads share.
+    """The settings that DFlash, DSpark and JetSpec heads share.
 
     Attributes:
         block: number of rows of a block: the last token of the text, and masks after it.
-        gamma: the weight of token i of a block is exp(-i / gamma).
+        gamma: the weight of token i of a block is exp(-i / gamma); 0 for equal weights.
         layers: number of decoder layers of the head.
         taps: layers of the target after which the head reads the residual stream, such as 2,15,27; empty for as many
             evenly spaced taps as the head has layers.
@@ -21,13 +21,14 @@ class _BlockSettings(TrainSettings):
     """
 
     block: int = 16
-    gamma: float = 7.0
+    gamma: float = setting(7.0, least=0)
     layers: int = 5
     taps: str = ""
     anchors: int = 64
     mask_token: int = setting(-1, least=-1)
 
     drafter, trainee_class = "dflash", "jaxspec.train.dflash:DFlashTrainee"
+    causal = False
 
     def check(self) -> None:
         """Refuses taps that are not layers, and settings that blocks do not have; see `TrainSettings.check`."""
@@ -60,6 +61,21 @@ class DFlashSettings(_BlockSettings):
 
 
 @settings_class
+class JetSpecSettings(DFlashSettings):
+    """The training of a JetSpec head (2026, arXiv:2606.18394), a DFlash head whose blocks are causal.
+
+    A row of a block sees only the rows before it (section 2.2), so a shallow tree needs fewer rows. The loss is the
+    Kullback-Leibler divergence from the target's distribution, with equal weights for all tokens of a block (section
+    2.3).
+    """
+
+    gamma: float = setting(0.0, least=0)
+    loss: str = setting("kl", LOSSES)
+
+    causal = True
+
+
+@settings_class
 class DSparkSettings(_BlockSettings):
     """The training of a DSpark head (2026, arXiv:2607.05147): a DFlash head with a Markov head and a confidence head.
 
@@ -77,7 +93,7 @@ class DSparkSettings(_BlockSettings):
     """
 
     block: int = 7
-    gamma: float = 4.0
+    gamma: float = setting(4.0, least=0)
     markov: str = setting("vanilla", MARKOV_KINDS)
     markov_rank: int = 256
     confidence: float = setting(1.0, least=0)

@@ -1,10 +1,11 @@
-"""Makes `tests/golden/dflash.json` and `dflash_losses.json`: tiny random DFlash and DSpark heads by their own code.
+"""Makes `tests/golden/dflash.json` and `dflash_losses.json`: tiny DFlash, DSpark and JetSpec heads by their code.
 
-It reads checkouts of https://github.com/z-lab/dflash (its module `dflash/model.py`) and of
-https://github.com/deepseek-ai/DeepSpec (`deepspec/modeling/dspark`), and runs where torch and transformers are
-installed (the extra `oracle` of pyproject.toml):
+It reads checkouts of https://github.com/z-lab/dflash (its module `dflash/model.py`), of
+https://github.com/deepseek-ai/DeepSpec (`deepspec/modeling/dspark`) and of https://github.com/hao-ai-lab/JetSpec
+(`jetspec/models/draft_head.py`), and runs where torch and transformers are installed (the extra `oracle` of
+pyproject.toml):
 
-    python scripts/golden/make_dflash.py path/to/dflash path/to/DeepSpec
+    python scripts/golden/make_dflash.py path/to/dflash path/to/DeepSpec path/to/JetSpec
 
 Weights, texts and the target's states follow from names. Each head reads the text before a root and names a block, and
 then the further text before another root, with the context that it kept. The published code has masks for attention
@@ -53,13 +54,15 @@ def dense(query: Any, keys: int, file: File) -> Any:
     return torch.where(seen.expand(len(query), keys), 0.0, -torch.inf)[None, None]
 
 
-def draft(name: str, file: File, zlab: Any, deepspec: Any) -> dict[str, Any]:
+def draft(name: str, file: File, zlab: Any, deepspec: Any, jetspec: Any) -> dict[str, Any]:
     """Plays two rounds of a head."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import DynamicCache  # pyright: ignore[reportMissingImports]
 
-    ours = file.layout == "deepspec"
-    model = (deepspec.Qwen3DSparkModel if ours else zlab.DFlashDraftModel)(config_of(file)).eval()
+    ours, own = file.layout == "deepspec", file.told.get("dflash_config", {})
+    jets = own.get("causal_head", False)
+    published = jetspec.DFlashDraftModel if jets else zlab.DFlashDraftModel
+    model = (deepspec.Qwen3DSparkModel if ours else published)(config_of(file)).eval()
     held = {key: torch.from_numpy(a) for key, a in file.held.items()}
     table = held.get("embed_tokens.weight")
     unknown = model.load_state_dict(held, strict=True)
@@ -73,12 +76,14 @@ def draft(name: str, file: File, zlab: Any, deepspec: Any) -> dict[str, Any]:
         block[0, 0] = tokens[0, root]
         more = {"past_key_values": cache, "use_cache": True, "noise_embedding": embed[block]}
         more |= {"position_ids": torch.arange(read, root + BLOCK)[None]}
-        more |= {"attention_mask": dense(torch.arange(root, root + BLOCK), root + BLOCK, file)}
+        if not jets:  # JetSpec's code makes its own mask
+            more |= {"attention_mask": dense(torch.arange(root, root + BLOCK), root + BLOCK, file)}
         if ours:
             states = model._forward_backbone(target_hidden_states=taps[:, read:root], **more)
         else:
-            states = model(target_hidden=taps[:, read:root], **more)[:, 1:]
-        cache.crop(root)
+            states = model(target_hidden=taps[:, read:root], **more)
+            states = states[:, :-1] if own.get("draft_shift") else states[:, 1:]
+        cache.crop(-BLOCK)
         read = root
         logits = states @ project.T
         one: dict[str, Any] = {"states": rounded(states[0])}
@@ -144,8 +149,8 @@ def train(name: str, file: File, deepspec: Any) -> dict[str, Any]:
     }
 
 
-def load(dflash: pathlib.Path, checkout: pathlib.Path) -> tuple[Any, Any]:
-    """Returns the modules of both checkouts, with dense masks in place of those of a kernel."""
+def load(dflash: pathlib.Path, checkout: pathlib.Path, jetspec: pathlib.Path) -> tuple[Any, Any, Any]:
+    """Returns the modules of the checkouts, with dense masks in place of those of a kernel."""
     import torch  # pyright: ignore[reportMissingImports]
 
     sys.path[:0] = [str(dflash / "dflash"), str(checkout)]
@@ -166,7 +171,8 @@ def load(dflash: pathlib.Path, checkout: pathlib.Path) -> tuple[Any, Any]:
     sys.modules["deepspec.modeling.dspark.common"].create_block_mask = mask_of  # pyright: ignore[reportAttributeAccessIssue]
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    return zlab, deepspec
+    sys.path[:0] = [str(jetspec / "jetspec/models")]
+    return zlab, deepspec, importlib.import_module("draft_head")
 
 
 def main() -> None:
@@ -175,12 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dflash", type=pathlib.Path)
     parser.add_argument("deepspec", type=pathlib.Path)
+    parser.add_argument("jetspec", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("tests/golden"))
     args = parser.parse_args()
-    zlab, deepspec = load(args.dflash, args.deepspec)
-    source = {"source": "github.com/z-lab/dflash, github.com/deepseek-ai/DeepSpec", "torch": torch.__version__}
+    zlab, deepspec, jetspec = load(args.dflash, args.deepspec, args.jetspec)
+    systems = ("z-lab/dflash", "deepseek-ai/DeepSpec", "hao-ai-lab/JetSpec")
+    source = {"source": ", ".join(f"github.com/{name}" for name in systems), "torch": torch.__version__}
     with torch.no_grad():
-        drafted = {name: draft(name, file, zlab, deepspec) for name, file in CASES.items()}
+        drafted = {name: draft(name, file, zlab, deepspec, jetspec) for name, file in CASES.items()}
     trained = {name: train(name, CASES[name], deepspec) for name in TRAINED}
     for name, cases in (("dflash.json", drafted), ("dflash_losses.json", trained)):
         text = json.dumps(source | {"cases": cases}, separators=(",", ":"))

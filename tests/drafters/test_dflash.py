@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ IDS = np.arange(0, V, 2)
 CONFIGS = {
     "dflash": DFlashConfig(TWO, 5, 12),
     "dflash, from the anchor": DFlashConfig(ONE, 4, 12, from_anchor=True, taps=(1, 4, 4)),
+    "jetspec": DFlashConfig(TWO, 5, 12, causal=(True, True), taps=(2, 4)),
     "dflash 2": DFlashConfig(ONE, 5, 12, conv_size=2, conv_group=16, selector_rank=6, selector_top=5),
     "dflash, sliding": DFlashConfig(SLIDING, 5, 12, causal=(True, False), taps=(3,)),
     "dspark": DFlashConfig(TWO, 4, 12, from_anchor=True, markov="vanilla", markov_rank=6, own_embedding=True),
@@ -276,6 +278,49 @@ def test_dynamic_trees_are_eagle2s(name):
         assert np.asarray(proposal.tokens)[row, 1:].tolist() == [text[-1] for text in nodes[1:]]
 
 
+def heap_tree(laws: list[np.ndarray], width: int, nodes: int) -> list[tuple[int, ...]]:
+    """The ranks along the path to each node of a tree as JetSpec's code builds it, root included.
+
+    The likeliest node that was not expanded gets all of its `width` children, as far as there is room.
+    """
+    tree: list[tuple[int, ...]] = [()]
+    share = {(): 0.0}
+    waiting = [()]
+    while waiting and len(tree) < nodes:
+        best = max(waiting, key=share.__getitem__)
+        waiting.remove(best)
+        if len(best) == len(laws):
+            continue
+        for rank in range(min(width, nodes - len(tree))):
+            share[*best, rank] = share[best] + np.sort(laws[len(best)])[-1 - rank]
+            tree.append((*best, rank))
+            waiting.append((*best, rank))
+    return tree
+
+
+def test_a_dynamic_tree_of_jetspec_has_the_likeliest_nodes():
+    """All nodes of a level have one distribution. JetSpec's own trees of as many nodes are less likely."""
+    tree = dynamic(4, 3, 12)
+    proposal = proposed("jetspec", tree, Noise.NONE, 0.0)
+    for row, (root, head) in enumerate(by_hand("jetspec", tree)):
+        laws = [toys.log_softmax(head.logits([root] * (1 + depth))) for depth in range(3)]
+        order = [np.argsort(-law, kind="stable") for law in laws]
+        ranks = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]
+
+        def share(path, laws=laws, order=order):
+            return sum(laws[depth][order[depth][rank]] for depth, rank in enumerate(path))
+
+        best = sorted(ranks, key=share)[: -tree.nodes : -1]
+        parents = np.asarray(proposal.tree.parents)[row]
+        paths: dict[int, tuple[int, ...]] = {0: ()}
+        for node in range(1, tree.nodes):
+            paths[node] = (*paths[int(parents[node])], int(proposal.tokens[row, node]))
+        wanted = {tuple(int(order[depth][rank]) for depth, rank in enumerate(path)) for path in best}
+        assert set(paths.values()) - {()} == wanted
+        theirs = heap_tree(laws, 4, tree.nodes)[1:]
+        assert sum(np.exp(share(path)) for path in best) > sum(np.exp(share(path)) for path in theirs)
+
+
 @pytest.mark.parametrize(
     ("name", "tree", "kind"),
     [
@@ -452,7 +497,7 @@ def test_a_block_is_the_default():
 
 def test_what_does_not_fit_is_refused():
     say = functools.partial(jaxspec.generate, MODEL, [[1]], drafter="dflash")
-    with pytest.raises(MissingDraft, match="needs DFlash or DSpark heads"):
+    with pytest.raises(MissingDraft, match="needs DFlash, DSpark or JetSpec heads"):
         say()
     eagle = DraftHeads(EagleConfig(ONE), {}, name="some")
     with pytest.raises(InvalidConfig, match=r"'dflash' cannot use 'some' .an EAGLE-3 head of 1 layer.*'eagle'"):

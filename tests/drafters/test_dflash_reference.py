@@ -1,4 +1,4 @@
-"""Tests DFlash and DSpark heads against the code of their authors; `scripts/golden/make_dflash.py` ran it."""
+"""Tests DFlash, DSpark and JetSpec heads against the code of their authors; `scripts/golden/make_dflash.py` ran it."""
 
 import json
 

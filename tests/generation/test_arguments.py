@@ -547,7 +547,7 @@ def test_every_argument_is_explained_alike():
 
 
 @pytest.mark.parametrize("name", ["MedusaSettings", "Eagle3Settings", "Eagle1Settings", "DFlashSettings",
-                                  "DSparkSettings", "PardSettings"])  # fmt: skip
+                                  "DSparkSettings", "JetSpecSettings", "PardSettings"])  # fmt: skip
 def test_help_explains_every_setting(name):
     kind = getattr(jaxspec, name)
     described, fields = describe_fields(kind), dataclasses.fields(kind)

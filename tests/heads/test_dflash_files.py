@@ -1,4 +1,4 @@
-"""Tests files of DFlash and DSpark heads: layouts read and written bit for bit, and every fault refused by name."""
+"""Tests files of DFlash, DSpark and JetSpec heads: layouts read and written bit for bit, and faults refused by name."""
 
 import dataclasses
 import json
@@ -46,6 +46,11 @@ def test_sizes_are_those_of_the_tensors(tmp_path):
     assert (found.block_size, found.mask_token, found.from_anchor, found.max_depth) == (BLOCK, MASK, False, 3)
     assert (found.taps, found.causal, found.decoder.qk_norm, found.decoder.rope.theta) == ((2, 5, 9), (), True, 1e6)
     assert (config("z-lab, causal").causal, config("z-lab, sliding").decoder.window) == ((True, True), 16)
+    found = config("JetSpec")
+    assert (found.causal, found.from_anchor, found.block_size, found.max_depth) == ((True, True), False, BLOCK, 3)
+    assert "a JetSpec head of 2 layers, blocks of 4" in found.summary
+    found = config("JetSpec, shifted")
+    assert (found.from_anchor, found.block_size, found.max_depth) == (True, BLOCK - 1, 3), "the last row guesses none"
     found = config("DSpark")
     assert (found.from_anchor, found.max_depth, found.markov, found.markov_rank) == (True, 4, "vanilla", RANK)
     assert (found.taps, found.confidence_reads_token, found.own_projection) == ((2, 5, 9), True, True)
@@ -107,6 +112,13 @@ def test_exported_settings(tmp_path):
     assert (told["aux_hidden_state_layer_ids"], told["sample_from_anchor"]) == ([2, 5, 9], False)
     assert told["speculators_config"]["algorithm"] == told["speculators_model_type"] == "dflash"
     assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    for name, shifted in (("JetSpec", False), ("JetSpec, shifted", True)):
+        heads = load_heads(FILES[name].write(tmp_path / name.replace(" ", "-")))
+        told = json.loads((export_heads(heads, tmp_path / f"jetspec-{shifted}") / "config.json").read_text())
+        assert told["block_size"] == BLOCK
+        assert told["dflash_config"] == {
+            "mask_token_id": MASK, TAPS: [1, 4, 8], "causal": True, "causal_head": True, "draft_shift": shifted,
+        }  # fmt: skip
     default = DraftHeads(dataclasses.replace(heads.config, taps=None), heads.params)
     with pytest.raises(InvalidConfig, match="default taps of its target; give the target"):
         export_heads(default, tmp_path / "c")
@@ -135,6 +147,10 @@ ODD = {
     "a factor": (zlab(output_multiplier=2.0), "says output_multiplier 2.0, which is not supported"),
     "a cap": (zlab(final_logit_softcapping=30.0), "says final_logit_softcapping 30.0, which is not supported"),
     "windows by another name": (zlab(use_swa=True), "says use_swa True, which is not supported"),
+    "a shift that sees ahead": (zlab(draft_shift=True), "says draft_shift, but not that the layers are causal"),
+    "a block of one after the shift": (
+        zlab(causal_head=True, draft_shift=True).changed(told={"block_size": 1}), "block_size must be a whole number",
+    ),
     "no block size": (ZLAB.changed(told={"block_size": None}), "block_size is None, expected a whole number"),
     "a block of one": (ZLAB.changed(told={"block_size": 1}), "block_size must be a whole number from 2"),
     "no mask": (SPEC.changed(told={"mask_token_id": None}), "mask_token_id is None"),
@@ -215,7 +231,7 @@ def test_what_a_layout_cannot_hold(tmp_path, name, changes, layout, said):
     with pytest.raises(InvalidConfig, match=said):
         export_heads(heads, tmp_path / "out", layout)
     medusa = jaxspec.HeadsConfig(32, 48, 2)
-    with pytest.raises(InvalidConfig, match=r"is for DFlash or DSpark heads; use the layout v0\.1"):
+    with pytest.raises(InvalidConfig, match=r"is for DFlash, DSpark or JetSpec heads; use the layout v0\.1"):
         export_heads(DraftHeads(medusa, {}), tmp_path / "out", "dflash")
 
 

@@ -14,6 +14,7 @@ ROOTS = (8, 12)
 TEXT = max(ROOTS) + BLOCK
 CASES = {name: FILES[name] for name in (
     "z-lab", "z-lab, causal", "z-lab, sliding", "DeepSpec's DFlash", "DSpark", "DSpark, gated", "DSpark, rnn",
+    "JetSpec", "JetSpec, shifted",
 )}  # fmt: skip
 CASES["z-lab, sliding"] = CASES["z-lab, sliding"].changed(told={"sliding_window": 6})
 WEIGHTS = {"ce": 0.1, "l1": 0.9, "confidence": 1.0}

@@ -1,4 +1,4 @@
-"""Tiny random DFlash and DSpark heads, as z-lab's DFlash, DeepSpec and speculators write them."""
+"""Tiny random DFlash, DSpark and JetSpec heads, as z-lab, DeepSpec, speculators and JetSpec write them."""
 
 from typing import Any
 
@@ -103,6 +103,8 @@ FILES = {
         told={"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 16}
     ),
     "z-lab, DFlash 2": second(),
+    "JetSpec": zlab(causal_head=True),
+    "JetSpec, shifted": zlab(causal_head=True, draft_shift=True),
     "DeepSpec's DFlash": deepspec(),
     "DSpark": deepspec("vanilla", E + RANK),
     "DSpark, gated": deepspec("gated", E),

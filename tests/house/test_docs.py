@@ -60,6 +60,7 @@ SHORT = {
     "train medusa": "--heads 2",
     "train eagle3": "--depth 2",
     "train dspark": "--block 3 --layers 1 --markov-rank 8",
+    "train jetspec": "--block 4 --layers 1",
     "train pard": "--depth 3",
 }
 """Options that make a command short, and nothing else."""

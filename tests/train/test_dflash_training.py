@@ -1,4 +1,4 @@
-"""Tests DFlash and DSpark heads in training: DeepSpec's losses and gradients, the drafter's laws, and what rows see."""
+"""Tests DFlash, DSpark and JetSpec heads in training: DeepSpec's losses, the drafter's laws, and what rows see."""
 
 import dataclasses
 import functools
@@ -44,6 +44,7 @@ IDS = np.arange(0, V, 2)
 LENGTHS = (9, 6, 12)
 CONFIGS = {
     "dflash": DFlashConfig(TWO, 4, V - 1, taps=(1, 2)),
+    "jetspec": DFlashConfig(TWO, 4, V - 1, causal=(True, True), taps=(1, 2)),
     "dflash, sliding": DFlashConfig(
         dataclasses.replace(TWO, window=4, windowed=(True, False)), 4, 3, True, causal=(True, False), taps=(2,)
     ),
@@ -173,7 +174,7 @@ def guesses(name: str, rows: Batch) -> jax.Array:
     return unroll(name, (dflash.BLOCKS_AT_ONCE, dflash.attend_to_text_and_block), *inputs(name), rows)
 
 
-@pytest.mark.parametrize("name", with_slow(CONFIGS, ("dflash", "dflash, sliding")))
+@pytest.mark.parametrize("name", with_slow(CONFIGS, ("dflash", "jetspec", "dflash, sliding")))
 @pytest.mark.slow
 def test_each_block_is_the_drafters_with_the_same_tokens(name, monkeypatch):
     """At every place of every packed text, and at places that are drawn."""
@@ -231,6 +232,37 @@ def test_a_block_sees_nothing_of_its_own_future(name, monkeypatch):
 
     monkeypatch.setattr(dflash, "attend_to_text_and_block", leaking)
     assert influence(name)[0] > 1e-3
+
+
+@pytest.mark.parametrize("name", ["dflash", "jetspec"])
+def test_a_shorter_block_guesses_the_same_only_if_it_is_causal(name):
+    """So a drafter may leave out the last rows of a JetSpec head's block, and of no other's."""
+    (params, frozen), rows = inputs(name), batch(name)._replace(anchors=jnp.array([[3, 0], [7, 2]]))
+    whole, part = (
+        jnp.stack(list(DFlashTrainee.of(dataclasses.replace(CONFIGS[name], block_size=size)).unroll_logits(
+            params, frozen, rows
+        )))[:2]
+        for size in (4, 3)
+    )  # fmt: skip
+    assert (float(jnp.abs(whole - part).max()) < 1e-4) == (name == "jetspec")
+
+
+def test_the_settings_of_jetspec():
+    """Causal blocks, also when training starts from a DFlash head; equal weights; the divergence as loss."""
+    settings = jaxspec.JetSpecSettings(layers=2, block=4)
+    made = narrow.instance(DFlashTrainee, settings.trainee(target()))
+    assert (made.config.causal, made.config.from_anchor, made.config.max_depth) == ((True, True), False, 3)
+    assert made.config.kind == "JetSpec"
+    assert settings.loss == "kl"
+    weights = losses.head_weights(settings, jnp.ones(3), narrow.not_none(made.blocks).gamma)
+    assert weights.tolist() == [1, 1, 1]
+    start = jaxspec.DraftHeads(CONFIGS["dflash"], {}, name="a start")
+    begun = narrow.instance(DFlashTrainee, DFlashTrainee.make(jaxspec.JetSpecSettings(), target(), start))
+    assert begun.config == CONFIGS["jetspec"]
+    with pytest.raises(InvalidConfig, match=r"block \(--block\) is 8, but the heads to start from have 4"):
+        DFlashTrainee.make(jaxspec.JetSpecSettings(block=8), target(), start)
+    with pytest.raises(InvalidConfig, match="gamma must be finite and at least 0"):
+        jaxspec.JetSpecSettings(gamma=-1.0)
 
 
 def test_a_block_sees_no_other_text_and_no_other_block():
@@ -345,6 +377,7 @@ SMALL: dict[str, Any] = {"layers": 1, "anchors": 16}
 KINDS = {
     "dspark": jaxspec.DSparkSettings(block=3, markov_rank=8, **SMALL),
     "dflash": jaxspec.DFlashSettings(block=4, **SMALL),
+    "jetspec": jaxspec.JetSpecSettings(block=4, **SMALL),
 }
 
 MORE = dataclasses.replace(KINDS["dspark"], layers=2, taps="1,2", anchors=64)

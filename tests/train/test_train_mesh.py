@@ -19,6 +19,7 @@ KINDS = {
     "eagle1": jaxspec.Eagle1Settings(),
     "eagle3": jaxspec.Eagle3Settings(depth=2, draft_vocab=32),
     "dflash": jaxspec.DFlashSettings(block=3, layers=1, anchors=8),
+    "jetspec": jaxspec.JetSpecSettings(block=3, layers=1, anchors=8),
     "dspark": jaxspec.DSparkSettings(block=2, layers=1, anchors=8, markov_rank=4),
     "pard": jaxspec.PardSettings(depth=3, start="draft"),
 }
