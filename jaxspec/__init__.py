@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from jaxspec.decode.stats import Stats as Stats
     from jaxspec.errors import JaxspecError as JaxspecError
     from jaxspec.generation.drafting import Drafting as Drafting
+    from jaxspec.generation.history import History as History
     from jaxspec.generation.output import Chunk as Chunk
     from jaxspec.generation.output import Generation as Generation
     from jaxspec.generation.output import Output as Output
@@ -123,6 +124,7 @@ _MODULES = {
     "jaxspec.models.sharding": ("shard",),
     "jaxspec.generation.output": ("Chunk", "Generation", "Output"),
     "jaxspec.generation.drafting": ("Drafting",),
+    "jaxspec.generation.history": ("History",),
     "jaxspec.generation.precompile": ("precompile",),
     "jaxspec.generation.rollout": ("Rollout", "log_probs", "rollout"),
     "jaxspec.processors.budget": ("ThinkingBudget",),

@@ -62,6 +62,7 @@ class Needs:
             0 for a drafter that reads the target's tokens. A drafter with tokens of its own also has the methods of
             `PromptReader`.
         answers: whether the drafter is given finished answers; it then also has the method of `AnswerReader`.
+        history: whether the drafter copies from earlier texts of the same prompt (`Context.history`), if there are any.
         model: the language model from whose distribution the drafter draws; None for other drafters. The model's
             parameters are the drafter's, or the target's if the drafter has none. Measurements read it.
         tree: the topology that the drafter drafts; None if there is no such topology. Measurements read it, to compare
@@ -76,6 +77,7 @@ class Needs:
     node_count: bool = False
     prompts: int = 0
     answers: bool = False
+    history: bool = False
     model: LanguageModel | None = None
     tree: Topology | Dynamic | None = None
 
@@ -85,6 +87,7 @@ class Needs:
         whole("observed", self.observed, 0)
         whole("prompts", self.prompts, 0)
         flag("answers", self.answers)
+        flag("history", self.history)
         flag("node_count", self.node_count)
 
 

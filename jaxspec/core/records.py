@@ -155,6 +155,7 @@ class Context(NamedTuple):
     length: Int[Array, "B"]  # the root is tokens[length - 1]
     cache: Cache  # the target's cache, without the root
     params: Params  # the target's parameters
+    history: Int[Array, "B H"] | None = None  # earlier texts of the same prompt, -1 between them; None: not given
 
     @property
     def root(self) -> Int[Array, "B"]:

@@ -62,6 +62,7 @@ def init(
         recorded=request.logprobs,
         logprobs=None if request.logprobs is None else logprobs.empty_logprobs(batch, slots, top_logprobs),
         processed=_processed(target.vocab, request, tokens, request.count),
+        history=request.history,
     )
     return _with_prompts(drafter, state, request, request.count)
 
@@ -74,13 +75,20 @@ def extend(vocab: int, drafter: Drafter, state: State, request: Request) -> Stat
     and each row keeps its key.
 
     Raises:
-        InvalidConfig: the request asks for log-probabilities, but the state has no arrays for them.
+        InvalidConfig: the request asks for log-probabilities, but the state has no arrays for them; or it has a
+            history of another size than the first request's.
     """
     if state.recorded is None and request.logprobs is not None:
         raise InvalidConfig(
             "the request asks for log-probabilities, but the state has no arrays for them: its first request had "
             "logprobs=None"
         )
+    if request.history is not None:
+        before = None if state.history is None else state.history.shape
+        if request.history.shape != before:
+            raise InvalidConfig(
+                f"the request has a history {request.history.shape}, but the first request had {before or 'none'}"
+            )
     rows = jnp.arange(state.length.shape[0])[:, None]
     positions = state.length[:, None] + jnp.arange(request.tokens.shape[1])  # padding may exceed the capacity
     tokens = state.tokens.at[rows, positions].set(request.tokens, mode="drop")
@@ -99,6 +107,7 @@ def extend(vocab: int, drafter: Drafter, state: State, request: Request) -> Stat
         round=jnp.zeros_like(state.round),
         recorded=state.recorded if request.logprobs is None else request.logprobs,
         processed=_processed(vocab, request, tokens, length),
+        history=state.history if request.history is None else request.history,
     )
 
 

@@ -151,7 +151,7 @@ class Decoder:
             noise = noise.share(shape.depth + 1, jnp.max(limit) + 1)
         count = functools.partial(self.schedule.count_nodes, state.schedule)
         draw = Draw(self.rule.noise, noise, sampling, limit, self.schedule.stop_after, count, state.processed)
-        context = Context(state.tokens, state.length, state.cache, weights.target)
+        context = Context(state.tokens, state.length, state.cache, weights.target, state.history)
         proposal, draft = self.drafter.propose(weights.draft, state.draft, context, draw)
         proposal = complete_proposal(proposal, state.tokens, state.length, limit, self.target.vocab)
         allowed_depth = jnp.where(running, deepest, 0)

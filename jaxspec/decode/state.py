@@ -53,6 +53,7 @@ class Request(NamedTuple):
     # records them, and the program neither computes nor stores them.
     logprobs: Bool[Array, "*b"] | None = None
     draft_prompts: DraftPrompts | None = None  # None: a drafter with tokens of its own spells the target's tokens
+    history: Int[Array, "*b H"] | None = None  # earlier texts of each prompt to copy from, see `Context`
 
 
 class Logprobs(NamedTuple):
@@ -134,6 +135,7 @@ class State(NamedTuple):
     recorded: Bool[Array, "B"] | None  # which rows record log-probabilities
     logprobs: Logprobs | None  # log-probabilities of the emitted tokens of those rows
     processed: tuple[Any, ...]  # the states of the processors in `sampling`, after the text
+    history: Int[Array, "B H"] | None  # earlier texts of each row's prompt to copy from, see `Context`
 
     def __repr__(self) -> str:
         return _brief(self)

@@ -1,10 +1,20 @@
-"""Where the end of a row's text occurred before."""
+"""Where the end of a row's text occurred before, in the text itself or in earlier texts of the same prompt."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxspec.core.records import Context
+
 MATCH_ACCURACY = (0.0, 0.2, 0.53, 0.69, 0.72, 0.82, 0.83, 0.87, *[0.92] * 8, 0.96)
 """How often the next token is the one that followed a match of 0, 1, 2, ... tokens (`scripts/measure/replay.py`)."""
+
+
+def with_history(context: Context) -> Context:
+    """Returns the context with the earlier texts of the same prompt in front of each row's text, if there are any."""
+    if context.history is None:
+        return context
+    tokens = jnp.concatenate([context.history, context.tokens], 1)
+    return context._replace(tokens=tokens, length=context.length + context.history.shape[1], history=None)
 
 
 def count_matches(tokens: Int[Array, "S"], length: Int[Array, ""], most: int) -> Int[Array, "S"]:

@@ -1,4 +1,4 @@
-"""The drafter "prompt-lookup": copies tokens from earlier positions of the row's own text, or of earlier answers.
+"""The drafter "prompt-lookup": copies tokens from earlier positions of the row's own text, or of earlier texts.
 
 This is prompt lookup decoding (Saxena 2023), computed on the device and for several positions at once. It copies from
 the positions whose preceding tokens have the longest match with the end of the text. Among equal matches it takes the
@@ -23,7 +23,7 @@ from jaxspec.core.draw import Draw, Noise
 from jaxspec.core.records import Advance, Context, Params, Proposal
 from jaxspec.core.topology import Dynamic, Topology, dynamic
 from jaxspec.core.tree import TreeShape, build
-from jaxspec.drafters._match import MATCH_ACCURACY, find_positions
+from jaxspec.drafters._match import MATCH_ACCURACY, find_positions, with_history
 from jaxspec.errors import InvalidConfig
 
 PROMPT_LOOKUP_TREE = dynamic(beam=4, depth=15, nodes=16)
@@ -85,7 +85,7 @@ class PromptLookup:
 
     @property
     def needs(self) -> Needs:
-        return Needs(node_count=True, answers=self.earlier > 0, tree=self.tree)
+        return Needs(node_count=True, answers=self.earlier > 0, history=True, tree=self.tree)
 
     @property
     def shape(self) -> TreeShape:
@@ -103,15 +103,15 @@ class PromptLookup:
         return state
 
     def propose(self, params: Params, state: tuple[()], context: Context, draw: Draw) -> tuple[Proposal, tuple[()]]:
-        text, length = context.tokens, context.length
-        remembers = self.earlier > 0 and draw.kind is Noise.SHARED
-        if remembers:
-            before = jnp.broadcast_to(params["earlier"], (len(text), self.earlier))
+        text, length, *_ = with_history(context)
+        has_texts = context.history is not None
+        if self.earlier > 0 and draw.kind is Noise.SHARED:
+            before, has_texts = jnp.broadcast_to(params["earlier"], (len(text), self.earlier)), True
             text, length = jnp.concatenate([before, text], 1), length + self.earlier
         copies, match = jax.vmap(self._look_up)(text, length)
         allowed = jnp.stack([draw.below(depth) for depth in range(self.shape.depth)], 1)[:, :, None]
-        if remembers:
-            allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier answer
+        if has_texts:
+            allowed &= jnp.cumsum(copies < 0, 1) == 0  # up to the end of an earlier text
         log_acceptance = jnp.where(allowed, self._estimate_acceptance(match), -jnp.inf)
         return self._best(copies, log_acceptance, draw), state
 

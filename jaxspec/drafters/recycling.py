@@ -3,9 +3,9 @@
 Token recycling (Luo et al. 2024, arXiv:2408.08696) keeps the target's likeliest tokens after every node that the target
 has verified, rejected nodes included, in a table indexed by the node's token. Here each row keeps these tokens with
 their probabilities, and one tree has three sources: the tokens that followed the longest earlier matches with the end
-of the text, as in prompt lookup; the tokens kept for the last token of a path; and, for the root's children, the other
-likely tokens of the law that gave the root, as in LogitSpec (arXiv:2507.01449). A later source gets the share of the
-probability that earlier sources leave.
+of the text, as in prompt lookup, also in earlier texts of the same prompt; the tokens kept for the last token of a
+path; and, for the root's children, the other likely tokens of the law that gave the root, as in LogitSpec
+(arXiv:2507.01449). A later source gets the share of the probability that earlier sources leave.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxspec.core.records import Advance, Context, Params, Proposal, Seen
 from jaxspec.core.topology import Dynamic, Topology, dynamic
 from jaxspec.drafters._grow import grow
 from jaxspec.drafters._level import Level, count_slots
-from jaxspec.drafters._match import MATCH_ACCURACY, find_positions
+from jaxspec.drafters._match import MATCH_ACCURACY, find_positions, with_history
 from jaxspec.drafters._tree import TreeDrafter
 from jaxspec.errors import InvalidConfig
 
@@ -95,7 +95,8 @@ class Recycling(TreeDrafter):
 
     @property
     def needs(self) -> Needs:
-        return Needs(observed=TOKENS_PER_ENTRY, node_count=isinstance(self.tree, Dynamic), tree=self.tree)
+        counts = isinstance(self.tree, Dynamic)
+        return Needs(observed=TOKENS_PER_ENTRY, node_count=counts, history=True, tree=self.tree)
 
     @property
     def calls(self) -> int:
@@ -170,6 +171,7 @@ class Recycling(TreeDrafter):
         root = context.root
         if draw.kind is Noise.FRESH:
             draw = dataclasses.replace(draw, kind=Noise.NONE)  # point masses, not a sample, for every rule
+        context = with_history(context)
         paths = self._find(context, count_slots(self.tree))
 
         def read(level: Level, paths: Paths) -> tuple[Candidates, Paths]:

@@ -64,6 +64,9 @@ def describe_job(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
         sampling["processors"] = describe_static(rows)
     drafter_free = decoder.rule.noise is Noise.SHARED and not decoder.width_matched
     drafting = (decoder.drafter, decoder.schedule, decoder.width_matched or decoder.widths)
+    drafts = [describe_static(drafting), describe_weights(job.weights.draft)]
+    if job.history is not None:
+        drafts.append(job.history.tolist())
     return {
         "noise": noise.NOISE_VERSION,
         "network": describe_static(lm),
@@ -78,7 +81,7 @@ def describe_job(job: Job, stops: tuple[str, ...]) -> dict[str, Any]:
         "stops": digest([list(stops), np.asarray(job.stop_ids).tolist()]),
         "rule": describe_static(decoder.rule),
         "logprobs": job.logprobs,
-        "drafter": "any" if drafter_free else digest([describe_static(drafting), describe_weights(job.weights.draft)]),
+        "drafter": "any" if drafter_free else digest(drafts),
     }
 
 

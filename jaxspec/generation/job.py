@@ -22,6 +22,7 @@ from jaxspec.decode.session import Session
 from jaxspec.decode.state import DraftPrompts, Request, Weights
 from jaxspec.errors import CapacityError, InvalidConfig
 from jaxspec.generation import inputs, memory
+from jaxspec.generation.history import check_history
 from jaxspec.generation.options import CompileOptions
 from jaxspec.generation.turns import RowRecord, Turn
 from jaxspec.models.model import Model
@@ -69,6 +70,7 @@ class Job:
         mesh: the devices; None for the default device.
         spelled: every prompt in the drafter's own tokens, see `PromptReader`; None if the drafter reads the target's
             tokens.
+        history: earlier texts of every prompt, `[prompts, H]`; None if none were given.
     """
 
     target: Model
@@ -84,6 +86,7 @@ class Job:
     logprobs: int | None = None
     mesh: Mesh | None = None
     spelled: list[list[int]] | None = None
+    history: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -128,6 +131,8 @@ class Job:
             size,
             self.logprobs is not None,
         )
+        if self.history is not None:
+            request = request._replace(history=jnp.asarray(self.history[at // self.samples]))
         if self.spelled is None:
             return request
         size *= self.decoder.drafter.needs.prompts
@@ -224,9 +229,10 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
             reader.spell(turn.messages or prompt, turn.ids, {"tools": turn.tools or None, **turn.variables})
             for prompt, turn in zip(prompts, turns[::samples])
         ]
+    history = check_history(options.history, len(prompts), decoder.drafter)
     return Job(
         target, decoder, weights, prompts, turns, keys, sampling, max_new_tokens, samples, stopping, alternatives, mesh,
-        spelled,
+        spelled, None if history is None else np.asarray(history),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from jaxspec.core.sampling import Sampling
 from jaxspec.decode.session import Session
 from jaxspec.errors import InvalidConfig, shown
 from jaxspec.generation.drafting import Drafting, DraftingOptions
+from jaxspec.generation.history import History
 from jaxspec.generation.inputs import Prompt
 from jaxspec.models.model import Model
 from jaxspec.registry import DRAFTER
@@ -62,6 +63,8 @@ class CompileOptions(DraftingOptions):
             tokens, from 2, of every target call, with any tree that fits. On a CPU the text is then bit-identical to
             that of `drafter="none"` with the same number, or with True and the same tree. On GPUs and TPUs this has not
             been shown; see docs/guarantees.md.
+        history: earlier texts of these prompts (`jaxspec.History`), from which the drafters "prompt-lookup" and
+            "recycling" copy. With the default rule it changes no text.
         capacity: cache slots of each row, rounded up to whole blocks of 256; None for as many as needed. Set it larger
             to continue the session later.
         batch: maximum number of rows decoded at once (continuous batching): a finished row is replaced by the next one.
@@ -88,6 +91,7 @@ class CompileOptions(DraftingOptions):
     ignore_eos: bool = False
     logprobs: bool | int = False
     width_matched: bool | int = False
+    history: History | None = None
     capacity: int | None = None
     batch: int | None = None
     mesh: Mesh | None = None

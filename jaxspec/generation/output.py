@@ -3,11 +3,14 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxspec.amounts import plural
 from jaxspec.core import noise
 from jaxspec.decode.session import Session, Timing
 from jaxspec.decode.stats import Stats
 from jaxspec.errors import shown
+from jaxspec.generation.history import LEAD, Texts
 
 MAX_SHOWN_ROWS = 3
 """Number of rows that the `repr` of an output shows."""
@@ -85,6 +88,16 @@ class Output(Sequence):
             lines.append(f"  and {count - MAX_SHOWN_ROWS} more,")
         summary = f"{plural(count, 'row')}, {self.stats.tokens_per_round:.2f} tokens per round"
         return "\n".join([f"Output({summary},", *lines, f"  {self.timing!r})"])
+
+    def as_texts(self) -> Texts:
+        """Returns the end of each prompt with its new text, for `History.add`."""
+        ids = [[*row.prompt_tokens[-LEAD:], *row.tokens] for row in self.rows]
+        tokens = np.zeros((len(ids), max(map(len, ids), default=1)), np.int32)
+        for row, text in zip(tokens, ids):
+            row[: len(text)] = text
+        start = [min(LEAD, len(row.prompt_tokens)) for row in self.rows]
+        valid = [row.finish_reason != "error" for row in self.rows]
+        return Texts(tokens, np.asarray(start), np.asarray([len(text) for text in ids]), np.asarray(valid))
 
     @property
     def text(self) -> list[str | None]:

@@ -23,7 +23,7 @@ from jaxspec.core.mesh import DATA, MODEL, check_mesh, count_groups, manual_axes
 from jaxspec.core.networks import LanguageModel
 from jaxspec.core.noise import as_key
 from jaxspec.core.processor import Beginning, map_rows, process_text, read_text
-from jaxspec.core.records import Params, Window
+from jaxspec.core.records import Params, Status, Window
 from jaxspec.core.sampling import Sampling, is_abstract
 from jaxspec.decode import lifecycle
 from jaxspec.decode.loop import Decoder
@@ -31,6 +31,7 @@ from jaxspec.decode.state import Logprobs, Request, Weights
 from jaxspec.errors import InvalidConfig, TokenOutOfRange, shown
 from jaxspec.generation import inputs
 from jaxspec.generation.drafting import Drafting
+from jaxspec.generation.history import History, Texts, check_history
 from jaxspec.generation.memory import fit_capacity
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
@@ -51,6 +52,10 @@ class Rollout(NamedTuple):
     logprobs: Logprobs  # of the new tokens, [R, N], zeros after the last; without alternatives
     sampling: Sampling  # the settings of each row
     stop_ids: Int[Array, "R M"]  # the stop tokens of each row, padded with -1
+
+    def as_texts(self) -> Texts:
+        """Returns the texts for `History.add`."""
+        return Texts(self.tokens, self.start, self.length, self.status != Status.ERROR)
 
     @property
     def drawn(self) -> Bool[Array, "R N"]:
@@ -77,6 +82,7 @@ def rollout(
     stop_ids: Sequence[int] = (),
     ignore_eos: bool = False,
     width_matched: bool | int = False,
+    history: History | None = None,
     mesh: Mesh | None = None,
 ) -> Rollout:
     """Draws texts by speculative decoding inside a program of your own; see docs/rollouts.md.
@@ -98,6 +104,8 @@ def rollout(
         stop_ids: ids of stop tokens, in addition to the model's own.
         ignore_eos: whether to ignore the model's own stop tokens.
         width_matched: whether every target call has the width of the tree, or that width as a number; see `generate`.
+        history: earlier texts of these prompts, from which the drafters "prompt-lookup" and "recycling" copy; may be
+            traced. With the default rule it changes no text.
         mesh: devices to decode on, see `make_mesh`. Every group of devices draws its own rows, and does not wait for
             the other groups.
 
@@ -123,10 +131,12 @@ def rollout(
     keys = _row_keys(as_key(key, rows), prompts, samples)
     stops = inputs.stop_array(target, stop_ids, ignore_eos, rows)
     decoder, weights = drafting.build(target, width_matched=width_matched)
+    earlier = check_history(history, prompts, decoder.drafter)
+    earlier = None if earlier is None else jnp.repeat(earlier, samples, axis=0)
     longest = tokens.shape[1] + new
     capacity = fit_capacity(decoder, weights, longest, rows, decoder.slots(longest))
     tokens, count = (jnp.repeat(a, split, axis=0) for a in (tokens, count))
-    request = Request(tokens, count, jnp.full(rows, new), keys, stops, settings, jnp.ones(rows, bool))
+    request = Request(tokens, count, jnp.full(rows, new), keys, stops, settings, jnp.ones(rows, bool), history=earlier)
     return _draw(decoder, capacity, new, samples // split, mesh, weights, request)
 
 

@@ -56,7 +56,7 @@ def check_drafter(
     def propose(weights: Weights, request: Request) -> Proposal:
         state = decoder.prefill(weights, decoder.init(weights, request, decoder.slots(longest + 8)))
         draw = Draw(Noise.FRESH, RoundNoise(state.key, state.length, jnp.array(True), vocab), state.sampling)
-        context = Context(state.tokens, state.length, state.cache, weights.target)
+        context = Context(state.tokens, state.length, state.cache, weights.target, state.history)
         return drafter.propose(weights.draft, state.draft, context, draw)[0]
 
     proposal: Any = jax.device_get(propose(weights, request))

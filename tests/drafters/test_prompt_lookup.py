@@ -60,14 +60,16 @@ def width_by_hand(drafter, schedule, drafts):
 
 
 @pytest.mark.parametrize("letters", [2, 5, 12])
-@pytest.mark.parametrize(("drafter", "kind", "widths"), [
-    (PromptLookup(), Noise.NONE, (1, 4, 8)),
-    (PromptLookup(), Noise.SHARED, (1, 4, 8)),
-    (PromptLookup(chain(5), min_match=2, max_match=3), Noise.NONE, (1, 4, 8)),
-    (PromptLookup(dynamic(3, 2, 6)), Noise.NONE, (1,)),
-    (PromptLookup(earlier=40), Noise.SHARED, (1, 4, 8)),
-], ids=["default", "rows together", "chain", "small", "earlier"])  # fmt: skip
-def test_the_likeliest_copies_are_proposed(drafter, kind, widths, letters):
+@pytest.mark.parametrize(("drafter", "kind", "widths", "history"), [
+    (PromptLookup(), Noise.NONE, (1, 4, 8), 0),
+    (PromptLookup(), Noise.SHARED, (1, 4, 8), 0),
+    (PromptLookup(chain(5), min_match=2, max_match=3), Noise.NONE, (1, 4, 8), 0),
+    (PromptLookup(dynamic(3, 2, 6)), Noise.NONE, (1,), 0),
+    (PromptLookup(earlier=40), Noise.SHARED, (1, 4, 8), 0),
+    (PromptLookup(), Noise.NONE, (1, 4, 8), 30),
+    (PromptLookup(earlier=40), Noise.SHARED, (1, 4, 8), 30),
+], ids=["default", "rows together", "chain", "small", "earlier", "history", "earlier and history"])  # fmt: skip
+def test_the_likeliest_copies_are_proposed(drafter, kind, widths, history, letters):
     rng, rows = np.random.default_rng(letters), ROWS if kind is Noise.NONE else 3
     schedule = BestWidth(widths, COST)
     lengths = LENGTHS[-rows:]
@@ -82,10 +84,14 @@ def test_the_likeliest_copies_are_proposed(drafter, kind, widths, letters):
         params = drafter.remember(params, rng.integers(0, letters, count).tolist())
     earlier = np.asarray(params["earlier"]).tolist()
     assert earlier.count(-1) == (4 if drafter.earlier else 0)
-    context = Context(jnp.asarray(text), jnp.asarray(lengths), None, None)  # pyright: ignore[reportArgumentType]
+    ends = np.isin(np.arange(history), (4, 11, history - 1)) | (np.arange(history) < 3)  # of texts of the same prompt
+    before = np.where(ends, -1, rng.integers(0, letters, (rows, history)))
+    histories = jnp.asarray(before) if history else None
+    context = Context(jnp.asarray(text), jnp.asarray(lengths), None, None, histories)  # pyright: ignore
     proposal = jax.device_get(jax.jit(lambda: drafter.propose(params, (), context, draw)[0])())
     sizes = set()
-    found = [paths_by_hand(drafter, earlier + text[row, : lengths[row]].tolist(), limits[row]) for row in range(rows)]
+    texts = [earlier + before[row].tolist() + text[row, : lengths[row]].tolist() for row in range(rows)]
+    found = [paths_by_hand(drafter, texts[row], limits[row]) for row in range(rows)]
     for row in range(rows):
         width = width_by_hand(drafter, schedule, found if kind is Noise.SHARED else [found[row]])
         tree = type(proposal.tree)(*(a[row] if len(proposal.tokens) == len(a) else a for a in proposal.tree))

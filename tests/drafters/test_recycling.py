@@ -109,11 +109,11 @@ def test_a_prompt_gives_each_token_half_of_the_weight_of_the_one_before():
         assert [read(state, row) for row in range(rows)] == entries
 
 
-def proposed(drafter, state, text, length, kind=Noise.NONE, limit=None, **sampling):
+def proposed(drafter, state, text, length, kind=Noise.NONE, limit=None, history=None, **sampling):
     batch, sampled = len(length), jnp.asarray(sampling.get("temperature", 0) > 0)
     noise = RoundNoise(jax.random.split(jax.random.key(3), batch), jnp.asarray(length), sampled, V)
     draw = Draw(kind, noise, Sampling(**sampling).rows(batch, V), limit, states=((),) * ("logit_bias" in sampling))
-    context = Context(jnp.asarray(text), jnp.asarray(length), None, None)  # pyright: ignore[reportArgumentType]
+    context = Context(jnp.asarray(text), jnp.asarray(length), None, None, history)  # pyright: ignore
     return jax.device_get(jax.jit(lambda state: drafter.propose(None, state, context, draw)[0])(state))
 
 
@@ -189,6 +189,10 @@ def test_a_long_match_is_copied():
     assert proposed(drafter, tables(drafter, 1), text, [14]).tokens[0, 1:].tolist() == [4, 5, 6, 7, 8]
     periodic = np.array([[7, 1, 2, 3, 1, 2, 3, 1, 2, 0, 0]])  # the copy reaches the end of the text
     assert proposed(drafter, tables(drafter, 1), periodic, [9]).tokens[0, 1:].tolist() == [3, 1, 2, 3, 1]
+    alone = np.array([[0, 1, 2, 0, 0]])
+    history = jnp.array([[-1, 1, 2, 3, 4, -1]])  # of the same prompt; nothing is copied from beyond its end
+    for given, wanted in ((None, [-1] * 5), (history, [3, 4, -1, -1, -1])):
+        assert proposed(drafter, tables(drafter, 1), alone, [3], history=given).tokens[0, 1:].tolist() == wanted
 
 
 @pytest.mark.parametrize("rule", with_slow(["coupled", "deterministic", "rejection"], ("deterministic", "rejection")))
