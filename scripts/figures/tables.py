@@ -602,6 +602,18 @@ def rollout(values: Values) -> str:
     return table([first, "drafter", "tokens/s", "speed-up", "tokens per round", "same text as plain"], rows)
 
 
+def history(values: Values) -> str:
+    rows = []
+    for number, epoch in enumerate(values["epochs"]):
+        for way, entry in epoch.items():
+            rows.append([str(number + 1), f"`{way}`".replace(" with history`", "` with a history"),
+                         f"{entry['tokens_per_round']:.2f}", between(entry["times_plain"]),
+                         f"{entry['same_texts']} of {values['prompts'] * values['samples']}"])  # fmt: skip
+    first = f"{values['samples']} samples of {values['prompts']} prompts of {values['task']}"
+    headings = ["epoch", f"{first}, temperature {values['temperature']:g}", "tokens per round", "speed-up"]
+    return table([*headings, "same text as plain"], rows)
+
+
 def vllm(values: Values) -> str:
     rows = [[row["engine"], str(row["rounds"]), ", ".join(map(str, row["accepted"])),
              f"{row['same_texts']} of {values['texts']}"] for row in values["rows"]]  # fmt: skip
@@ -634,6 +646,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
+    "history": history,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
     "training-scale": training_scale, "training-memory": training_memory,

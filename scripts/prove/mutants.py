@@ -978,7 +978,7 @@ MUTANTS = (
         "dflash-block-cut-short",
         "a block has only the rows that the tree needs, though they see the masks after them",
         "heads/dflash_config.py",
-        "return depth + self.skipped if self.causal and all(self.causal) else self.block_size",
+        "return depth + self.skipped if self.is_all_causal else self.block_size",
         "return depth + self.skipped",
         ("tests/drafters/test_dflash.py::test_proposals_are_those_computed_by_hand",),
     ),
