@@ -614,6 +614,15 @@ def history(values: Values) -> str:
     return table([*headings, "same text as plain"], rows)
 
 
+def quantized_cache(values: Values) -> str:
+    shapes = [name for name in values["rows"][0] if ", " in name and name != "draft"]
+    rows = []
+    for row in values["rows"]:
+        gains = [f"{best:.2f} (draft of {drafted}, cost {cost:.2f})" for cost, best, drafted in map(row.get, shapes)]
+        rows.append([str(row["length"]), f"{row['temperature']:g}", row["draft"], f"{row['acceptance']:.3f}", *gains])
+    return table(["tokens", "temperature", "draft", "accepted", *(f"{name} rows" for name in shapes)], rows)
+
+
 def vllm(values: Values) -> str:
     rows = [[row["engine"], str(row["rounds"]), ", ".join(map(str, row["accepted"])),
              f"{row['same_texts']} of {values['texts']}"] for row in values["rows"]]  # fmt: skip
@@ -646,7 +655,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
-    "history": history,
+    "history": history, "quantized-cache": quantized_cache,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
     "training-scale": training_scale, "training-memory": training_memory,
