@@ -20,6 +20,7 @@ import numpy as np
 
 import jaxspec
 from jaxspec.bench.measurements import add_record, round_significant, write_record
+from jaxspec.core import cache as caches
 from jaxspec.core.records import Cache, Window
 from jaxspec.core.theory import best_length
 
@@ -54,8 +55,11 @@ def quantize_cache(cache: Cache, length: int) -> Cache:
     old = max(length - RECENT, 0) // GROUP * GROUP
     keys, values = cache.stores
 
-    def mix(whole: jax.Array, axis: int) -> jax.Array:
-        return whole.at[:, :, :, :old].set(round_groups(whole[:, :, :, :old], axis))
+    def mix(stored: jax.Array, axis: int) -> jax.Array:
+        values = caches.as_values(stored)
+        rounded = round_groups(values[:, :, :, :old].astype(jnp.float32), axis).astype(values.dtype)
+        mixed = values.at[:, :, :, :old].set(rounded)
+        return caches.as_bits(mixed) if stored.dtype != values.dtype else mixed
 
     return cache._replace(stores=type(cache.stores)(mix(keys, 3), mix(values, 4)))
 
