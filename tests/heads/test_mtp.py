@@ -93,7 +93,8 @@ def test_states_are_those_of_transformers(case, folders, targets):
         states, cache = read(found[-1][:, -1:], rows + step, cache)
         found.append(states)
     found = jnp.concatenate(found, 1)
-    np.testing.assert_allclose(found[0], golden["states"], atol=5e-5)
+    # With experts, rounding is up to 6e-5 on some processors and versions of JAX.
+    np.testing.assert_allclose(found[0], golden["states"], atol=1e-4)
     logits = target.lm.head(target.params, head.projected(found[:, -len(golden["logits"]) :]))
     np.testing.assert_allclose(logits[0], golden["logits"], atol=1e-4)
 
