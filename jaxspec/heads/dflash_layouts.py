@@ -291,6 +291,8 @@ class DFlashKind(LayeredKind):
         if not layout.nested:
             switches = {"mask_token_id": config.mask_token, layout.taps_key: ids, "causal": config.is_causal(0)}
             own: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "block_size": config.block_size}
+            if depth is not None:  # DFlash's and JetSpec's code do not load a head without it
+                own["num_target_layers"] = depth
             if config.is_all_causal:  # JetSpec reads other keys than vLLM
                 own["block_size"] += config.from_anchor
                 switches |= {"causal_head": True, "draft_shift": config.from_anchor}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import chex
 import jax.numpy as jnp
@@ -16,8 +17,10 @@ from helpers.narrow import instance
 from helpers.tables import Tables
 from jaxspec.errors import InvalidConfig
 from jaxspec.heads.dflash_config import DFlashConfig
+from jaxspec.heads.dflash_layouts import DFLASH
 from jaxspec.heads.export import export_heads
 from jaxspec.heads.files import load_heads
+from jaxspec.heads.layouts import LAYOUTS
 from jaxspec.heads.network import DraftHeads
 
 pytestmark = pytest.mark.quick
@@ -112,6 +115,9 @@ def test_exported_settings(tmp_path):
     assert (told["aux_hidden_state_layer_ids"], told["sample_from_anchor"]) == ([2, 5, 9], False)
     assert told["speculators_config"]["algorithm"] == told["speculators_model_type"] == "dflash"
     assert told["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    layout: Any = LAYOUTS["dflash"]
+    assert DFLASH.config_json(heads.config, layout, None, 12)["num_target_layers"] == 12
+    assert "num_target_layers" not in DFLASH.config_json(heads.config, layout, None, None)
     for name, shifted in (("JetSpec", False), ("JetSpec, shifted", True)):
         heads = load_heads(FILES[name].write(tmp_path / name.replace(" ", "-")))
         told = json.loads((export_heads(heads, tmp_path / f"jetspec-{shifted}") / "config.json").read_text())
