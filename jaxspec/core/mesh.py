@@ -76,7 +76,7 @@ def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
         return jax.jit(_same, out_shardings=sharding)(leaf)
-    whole = to_host(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    whole = to_host(leaf)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
@@ -89,8 +89,8 @@ def replicate(params: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf: place(leaf, NamedSharding(mesh, P())), params)
 
 
-def to_host(array: jax.Array) -> np.ndarray:
-    """Returns the whole array on the host, in every process."""
-    if array.is_fully_addressable:
+def to_host(array: jax.Array | np.ndarray) -> np.ndarray:
+    """Returns the whole array on the host, in every process. An array of NumPy is there already."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

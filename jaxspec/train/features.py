@@ -115,7 +115,7 @@ class CachedFeatures:
         """Computes a file with the devices of all processes; one process writes it."""
         with np.errstate(over="ignore"):
             features = reader(*part)
-            made = np.asarray(to_host(features) if isinstance(features, jax.Array) else features, np.float16)
+            made = np.asarray(to_host(features), np.float16)
         if not np.isfinite(made).all():
             raise TrainingError("the target's features do not fit into float16; set cache_features to false")
         if number % count_processes() == process_number():

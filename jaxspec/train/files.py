@@ -25,7 +25,7 @@ def fingerprint(tree: Any) -> str:
     """
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = to_host(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        array = to_host(leaf)
         digest.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}\n".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return digest.hexdigest()

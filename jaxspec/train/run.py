@@ -257,19 +257,14 @@ def _conclude(run: _Run, given: Model, used: Data, loop: Loop, state: TrainState
         except DamagedCheckpoint as error:
             run.watch.say(f"{error}. It was the best step; the heads of step {int(state.step)} are used instead")
     # Heads are small beside the target, so the result is on one device.
-    heads = params.heads if run.placement.mesh.size == 1 else jax.tree.map(_to_host, params.heads)
+    heads = params.heads if run.placement.mesh.size == 1 else jax.tree.map(to_host, params.heads)
     result = trainee.result(heads, loop.setup.frozen.ids, f"{target.name}-{trainee.drafter}", run.start)
     own = without_kernels(given)
     if params.target is not None:
         lm, trained = target.lm, params.target
         if count_processes() > 1:  # a program of one process can read it
-            lm, trained = gather(lm, jax.tree.map(_to_host, trained))
+            lm, trained = gather(lm, jax.tree.map(to_host, trained))
         own = dataclasses.replace(target, lm=lm, params=trained)
     return Trained(
         result, own, used, loop.log.records, int(state.step), int(state.skipped), trainee, run.settings
     )  # fmt: skip
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    """Returns a parameter on the host; the parameters of an earlier checkpoint are already there."""
-    return to_host(leaf) if isinstance(leaf, jax.Array) else leaf

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,7 +46,7 @@ class Source(NamedTuple):
         for at in range(0, len(self.rows.tokens), size):
             index = np.arange(at, min(at + size, len(self.rows.tokens)))
             features = self.features_of(index)
-            part = [*(a[index] for a in self.rows), to_host(features) if isinstance(features, jax.Array) else features]
+            part = [*(a[index] for a in self.rows), to_host(features)]
             padded: Any = [np.pad(a, ((0, size - len(index)), *[(0, 0)] * (a.ndim - 1))) for a in part]
             if placement is None:
                 yield Batch(*map(jnp.asarray, padded))

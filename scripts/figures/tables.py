@@ -614,6 +614,22 @@ def history(values: Values) -> str:
     return table([*headings, "same text as plain"], rows)
 
 
+def harness(values: Values) -> str:
+    changed = ", ".join(f"`{name}`: {count}" for name, count in values["texts that a drafter changed"].items())
+    rows = [
+        ["answers that a drafter changed", f"{changed}, of {values['samples']}"],
+        ["log-likelihoods compared with the transformers backend", str(values["log-likelihoods"])],
+        ["largest difference", f"{values['largest difference from transformers']:.1g}"],
+        ["answers equal to those of the transformers backend",
+         f"{values['texts equal to those of transformers']} of {values['samples']}"],
+    ]  # fmt: skip
+    for task, scores in values["scores"].items():
+        for metric, score in scores.items():
+            other = values["scores of transformers"][task][metric]
+            rows.append([f"{task}, {metric.partition(',')[0]}", f"{score:.4g} (transformers: {other:.4g})"])
+    return table(["", ""], rows)
+
+
 def quantized_cache(values: Values) -> str:
     shapes = [name for name in values["rows"][0] if ", " in name and name != "draft"]
     rows = []
@@ -655,7 +671,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
-    "history": history, "quantized-cache": quantized_cache,
+    "history": history, "quantized-cache": quantized_cache, "harness": harness,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
     "training-scale": training_scale, "training-memory": training_memory,

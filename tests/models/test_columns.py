@@ -5,6 +5,8 @@ import subprocess
 import sys
 from typing import Any
 
+import chex
+import jax
 import numpy as np
 import pytest
 
@@ -12,7 +14,8 @@ from helpers import placed
 from helpers.checkpoints import tiny_config
 from helpers.compiling import simulated
 from helpers.paths import TESTS
-from jaxspec.models.columns import group_by_shard, ungroup
+from helpers.toys import transformer
+from jaxspec.models.columns import gather, group_by_shard, ungroup
 from jaxspec.models.config import DeltaSizes, Experts
 from jaxspec.models.placement import FUSED_PARAMS
 
@@ -48,3 +51,20 @@ def test_grouping_is_undone(name, shards):
     grouped = group_by_shard(name, leaf, config, shards)
     assert np.array_equal(ungroup(name, grouped, config, shards), leaf)
     assert np.array_equal(grouped, leaf) == (shards == 1)
+
+
+@pytest.mark.quick
+def test_parameters_that_are_on_the_host_are_gathered_too():
+    """As a trained target is after a run of several processes."""
+    lm = transformer(num_heads=4, num_kv_heads=4)
+    params = lm.init_params(jax.random.key(0))
+    split = lm.with_execution(shards=2)
+    layers = [
+        {name: group_by_shard(name, np.asarray(leaf), lm.config, 2) if name in FUSED_PARAMS else np.asarray(leaf)
+         for name, leaf in layer.items()}
+        for layer in params["layers"].values()
+    ]  # fmt: skip
+    held = {name: leaf if name == "layers" else np.asarray(leaf) for name, leaf in params.items()}
+    one, whole = gather(split, held | {"layers": dict(enumerate(layers))})
+    assert one.execution.shards == 1
+    chex.assert_trees_all_equal(whole, params)
