@@ -32,10 +32,14 @@ def write_tree(folder: pathlib.Path, tree: Any) -> None:
     """
 
     def save() -> None:
+        import jax
+        import numpy as np
         import orbax.checkpoint as ocp
 
+        # Among several processes, Orbax writes an array of one process only if it is of NumPy.
+        local = jax.process_count() > 1 and not _is_shared(tree)
         with ocp.StandardCheckpointer(multiprocessing_options=_processes_of(tree)) as writer:
-            writer.save(folder.absolute(), tree)
+            writer.save(folder.absolute(), jax.tree.map(np.asarray, tree) if local else tree)
 
     _quietly(save)
 
@@ -64,13 +68,20 @@ def _processes_of(tree: Any) -> Any:
     import jax
     import orbax.checkpoint as ocp
 
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-    if jax.process_count() == 1 or not all(s is None or s.is_fully_addressable for s in shardings):
+    if jax.process_count() == 1 or _is_shared(tree):
         return ocp.options.MultiprocessingOptions()
     own = jax.process_index()
     return ocp.options.MultiprocessingOptions(
         primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"{own}"
     )
+
+
+def _is_shared(tree: Any) -> bool:
+    """Returns whether processes share an array of a tree."""
+    import jax
+
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    return not all(sharding is None or sharding.is_fully_addressable for sharding in shardings)
 
 
 def read_shapes(folder: pathlib.Path) -> Any:
