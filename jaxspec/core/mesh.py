@@ -75,7 +75,8 @@ def place(leaf: Any, sharding: NamedSharding) -> jax.Array:
         data = place(jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
-        return jax.jit(_same, out_shardings=sharding)(leaf)
+        # One exchange at a time: on CPUs, processes with several exchanges in progress can wait for each other forever.
+        return jax.block_until_ready(jax.jit(_same, out_shardings=sharding)(leaf))
     whole = to_host(leaf)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
