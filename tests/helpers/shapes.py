@@ -16,7 +16,7 @@ PACKAGES = (
     "jaxspec.core", "jaxspec.rules", "jaxspec.schedules", "jaxspec.processors", "jaxspec.drafters", "jaxspec.decode",
     "jaxspec.kernels", "jaxspec.models", "jaxspec.heads", "jaxspec.train", "jaxspec.analysis", "jaxspec.testing",
     "jaxspec.tuning.acceptance", "jaxspec.tuning.head_laws", "jaxspec.tuning.mask_laws", "jaxspec.generation.rollout",
-    "jaxspec.evaluation.scoring",
+    "jaxspec.generation.history", "jaxspec.evaluation.scoring",
 )  # fmt: skip
 """The packages and modules whose annotations have shapes."""
 
