@@ -284,8 +284,8 @@ def heap_tree(laws: list[np.ndarray], width: int, nodes: int) -> list[tuple[int,
     The likeliest node that was not expanded gets all of its `width` children, as far as there is room.
     """
     tree: list[tuple[int, ...]] = [()]
-    share = {(): 0.0}
-    waiting = [()]
+    share: dict[tuple[int, ...], float] = {(): 0.0}
+    waiting: list[tuple[int, ...]] = [()]
     while waiting and len(tree) < nodes:
         best = max(waiting, key=share.__getitem__)
         waiting.remove(best)
