@@ -12,6 +12,7 @@ import pathlib
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -125,7 +126,9 @@ def _quietly(do: Callable[[], T]) -> T:
             return do()
         except Exception as error:  # Orbax raises whatever its storage raises
             why = _cause(error)
-        gc.collect()  # a failed task whose exception was never retrieved logs it on collection
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of writes that never began
+            gc.collect()  # a failed task whose exception was never retrieved logs it on collection
     raise OrbaxError(why)
 
 
