@@ -76,7 +76,7 @@ def read(model: jaxspec.Model, text: list[int], last: int, narrow: bool) -> np.n
         features, entries = lm.apply(params, window, cache)
         return features, lm.commit(cache, entries, None, count, features)
 
-    cache = lm.init_cache(1, -(-len(text) // CHUNK + 1) * CHUNK)
+    cache = lm.init_cache(1, (-(-len(text) // CHUNK) + 1) * CHUNK)
     for start in range(0, length, CHUNK):
         part = text[start : min(start + CHUNK, length)]
         tokens = jnp.asarray([part + [0] * (CHUNK - len(part))])
