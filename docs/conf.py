@@ -58,6 +58,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(?!jaxspec\.).*"),  # names of other packages: resolving them would need their inventories
     ("py:class", r"jaxspec\.processors\.grammar\.(GrammarState|Tables)"),  # what a grammar keeps during a call
+    ("py:class", r"jaxspec\.generation\.history\.(Texts|HasTexts)"),  # what a history reads of an output
     ("py:class", r"jaxspec\.train\.placement\.Placement"),  # made by OnlineHeads.of, from settings
     ("py:obj", r".*"),  # names in backquotes become links where they can
 ]
