@@ -8,7 +8,7 @@ Other packages add members through the entry-point groups `jaxspec.drafters`, `j
 
 import importlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from jaxspec.errors import InvalidConfig, UnknownName
@@ -64,6 +64,9 @@ class Members(MutableMapping[str, str]):
 MTP_DRAFTER = "mtp"
 """The drafter "eagle" with the layer for multi-token prediction inside the target."""
 
+SELF_DRAFTER = "self-int8"
+"""The drafter "model" with the target itself, in int8, as the draft model."""
+
 DRAFTERS = Members(
     "jaxspec.drafters",
     {
@@ -77,11 +80,33 @@ DRAFTERS = Members(
         "eagle": "jaxspec.drafters.eagle:Eagle",
         "dflash": "jaxspec.drafters.dflash:DFlash",
     },
-    {MTP_DRAFTER: "eagle"},
+    {MTP_DRAFTER: "eagle", SELF_DRAFTER: "model"},
 )
 
 DRAFTER = "prompt-lookup"
 """The default drafter."""
+
+AUTO_DRAFTER = "auto"
+"""Stands for the fastest drafter of a target on this machine, which is measured once; no drafter has this name."""
+
+
+class DrafterNames(Collection[str]):
+    """The names that a user may choose a drafter by. Like `Members`, they are only read when they are needed."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == AUTO_DRAFTER or name in DRAFTERS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((AUTO_DRAFTER, *DRAFTERS.all_names))
+
+    def __len__(self) -> int:
+        return 1 + len(DRAFTERS.all_names)
+
+
+DRAFTER_NAMES = DrafterNames()
+
+FASTEST = "jaxspec.tuning.auto:fastest_drafting"
+"""The function that measures what `AUTO_DRAFTER` stands for."""
 
 RULES = Members(
     "jaxspec.rules",
@@ -148,6 +173,16 @@ TRAINEES = Members(
 )
 """Kinds of heads and draft models that can be trained: the classes of their settings
 (`jaxspec.train.settings.TrainSettings`)."""
+
+
+def drafter_takes(name: str) -> frozenset[str]:
+    """Returns the names of what a drafter takes; see `jaxspec.core.drafter`. `AUTO_DRAFTER` takes models and heads.
+
+    Raises:
+        UnknownName: there is no such drafter.
+        InvalidConfig: a drafter of another package cannot be imported.
+    """
+    return frozenset({"draft", "heads"}) if name == AUTO_DRAFTER else find("drafter", name).takes
 
 
 def locate(location: str) -> Any:

@@ -4,6 +4,7 @@ All methods continue the same token ids with the same key in caches of the same 
 prompt and every repeat, so that no method always runs first.
 """
 
+import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,6 +87,8 @@ def measure_methods(
         JaxspecError: another argument is invalid; raised before anything compiles.
         ArithmeticError: the target's logits were not finite.
     """
+    report = report or (lambda line: None)
+    methods = [_choose_drafter(target, method, rule, sampling, report) for method in methods]
     labels = [PLAIN_METHOD, *(method.label for method in (*methods, *peers))]
     _check(labels, tasks, sampling if peers else None)
     whole("repeats", repeats)
@@ -97,7 +100,6 @@ def measure_methods(
     common = {"sampling": sampling, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
     setup = BenchSetup(target, rule, common)
     decoders = {method.label: setup.decoder(method) for method in own}
-    report = report or (lambda line: None)
 
     if turns > 1:
         report("decoding the answers before later turns")
@@ -159,6 +161,14 @@ def _check(labels: Sequence[str], tasks: Sequence[Task], beside_peers: Sampling 
         raise InvalidConfig(f"the names of tasks must be distinct, got {[task.name for task in tasks]}")
     if beside_peers is not None and beside_peers.temperature != 0:
         raise InvalidConfig(f"other systems are only measured at temperature 0, got {beside_peers.temperature}")
+
+
+def _choose_drafter(
+    target: Model, method: Method, rule: str | Rule, sampling: Sampling, report: Callable[[str], Any]
+) -> Method:
+    """Returns the method with the drafter that "auto" stands for."""
+    drafting = dataclasses.replace(method.drafting, rule=rule).resolve(target, sampling, report=report)
+    return dataclasses.replace(method, drafting=drafting)
 
 
 def rotate_methods(methods: Sequence[Method | Worker], by: int) -> list[Method | Worker]:

@@ -35,7 +35,7 @@ from jaxspec.cli.options import (
 )
 from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.errors import JaxspecError, UnknownName
-from jaxspec.registry import DRAFTERS, SCHEDULES, find
+from jaxspec.registry import AUTO_DRAFTER, DRAFTER_NAMES, SCHEDULES, drafter_takes
 from jaxspec.storage.reading import check_path
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def add_options(parser: Parser) -> None:
     add(
         "--drafters",
         metavar="DRAFTER,...",
-        help=f"drafters ({'|'.join(DRAFTERS.all_names)}), each optionally with a tree and a schedule, as in "
+        help=f"drafters ({'|'.join(DRAFTER_NAMES)}), each optionally with a tree and a schedule, as in "
         f"model:4,model:2x2,model:8@adaptive. A tree is a number for a chain of that length, or {TREE_GRAMMAR}. "
         f"A schedule is one of {'|'.join(SCHEDULES)} (default: all drafters that the models support)",
     )
@@ -224,8 +224,8 @@ def parse_drafters(text: str) -> list["Method"]:
     for spec in re.split(r",(?=[A-Za-z]|$)", text):  # a tree may also have commas
         drafter, at, schedule = spec.partition("@")
         name, colon, tree = drafter.partition(":")
-        if name not in DRAFTERS:
-            raise UsageError(f"--drafters: {UnknownName('drafter', name, DRAFTERS)}")
+        if name not in DRAFTER_NAMES:
+            raise UsageError(f"--drafters: {UnknownName('drafter', name, DRAFTER_NAMES)}")
         if at and schedule not in SCHEDULES:
             raise UsageError(f"--drafters: {UnknownName('schedule', schedule, SCHEDULES)}")
         length = re.fullmatch(r"\d{1,4}", tree, re.ASCII) and int(tree) <= MAX_NODES
@@ -281,8 +281,8 @@ def _check(args: argparse.Namespace) -> tuple[list["Method"] | None, Sources]:
 
         methods.append(Method("tuned", Drafting.load(args.tuned)))
     names = [str(method.drafting.drafter) for method in methods]
-    sources = read_sources(args, names)
-    takes = set().union(*(find("drafter", name).takes for name in names))
+    sources = read_sources(args, None if names == [AUTO_DRAFTER] else [name for name in names if name != AUTO_DRAFTER])
+    takes = set().union(*map(drafter_takes, names))
     for name, _ in args.drafter_option:
         if name not in takes:
             raise UsageError(f"--drafter-option {name}: no drafter in --drafters has this option")

@@ -178,7 +178,10 @@ class Chat:
         self.length = length or min(CHAT_LENGTH, context)
         if self.length > context:
             raise CapacityError(f"--length {length} is more than the target's context of {context} tokens")
-        decoder, _ = options.resolve_drafting().build(target)
+        from jaxspec.decode.notice import Notice
+
+        drafting = options.resolve_drafting().resolve(target, options.sampling, report=Notice(options.verbose).say)
+        decoder, _ = drafting.build(target)
         self._options = dataclasses.replace(options, capacity=decoder.slots(self.length))
         self._target, self._system, self._compiled = target, system, False
         self.reset()

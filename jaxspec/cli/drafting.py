@@ -11,7 +11,18 @@ from jaxspec.cli.models import Sources, add_heads, read_sources
 from jaxspec.cli.options import MAX_NODES, Parser, UsageError, choice_type, whole_type
 from jaxspec.cli.tree import TREE_GRAMMAR, parse_tree
 from jaxspec.errors import InvalidConfig
-from jaxspec.registry import DRAFTER, DRAFTERS, MTP_DRAFTER, RULES, SCHEDULES, find
+from jaxspec.registry import (
+    AUTO_DRAFTER,
+    DRAFTER,
+    DRAFTER_NAMES,
+    DRAFTERS,
+    MTP_DRAFTER,
+    RULES,
+    SCHEDULES,
+    SELF_DRAFTER,
+    drafter_takes,
+    find,
+)
 
 if TYPE_CHECKING:
     from jaxspec.core.topology import Dynamic, Topology
@@ -63,13 +74,14 @@ def add_rule(parser: Parser) -> None:
 def add_drafting(parser: Parser) -> None:
     """Adds the options of drafter, tree and rule, which `read_drafting` reads and checks."""
     add = parser.add_argument_group("drafting, which changes the speed but not the text").add_argument
-    drafters = "|".join(DRAFTERS.all_names)
     add(
         "--drafter",
         default=DRAFTER,
-        type=choice_type("drafter", DRAFTERS),
-        metavar=drafters,
-        help=f"{MTP_DRAFTER} drafts with the layer for multi-token prediction inside the target (default: {DRAFTER})",
+        type=choice_type("drafter", DRAFTER_NAMES),
+        metavar="|".join(DRAFTER_NAMES),
+        help=f"{AUTO_DRAFTER} measures once which drafter is the fastest on this machine; {MTP_DRAFTER} drafts with "
+        f"the layer for multi-token prediction inside the target; {SELF_DRAFTER} drafts with the target rounded to "
+        f"int8 (default: {DRAFTER})",
     )
     add(
         "--draft-length",
@@ -151,7 +163,7 @@ def check_drafter_options(drafter: str, options: Iterable[str]) -> None:
         UsageError: there are such options; the message names the first.
     """
     for name in options:
-        if name not in find("drafter", drafter).takes:
+        if name not in drafter_takes(drafter):
             raise UsageError(f"--drafter-option {name}: the drafter {drafter} has no such option")
 
 
@@ -167,6 +179,10 @@ def check_members(drafter: str, rule: str, tree: "Topology | Dynamic | int | Non
     Raises:
         UsageError: the drafter takes no such tree, or the rule takes no such tree or drafter.
     """
+    if drafter == AUTO_DRAFTER:
+        if tree is not None:
+            raise UsageError(f"{written}: the drafter {drafter} chooses the tree; leave this option out")
+        return
     from jaxspec.core.topology import as_topology, chain
     from jaxspec.generation.members import check_together
 

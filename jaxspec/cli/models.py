@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxspec.cli.options import UsageError
 from jaxspec.errors import CapacityError, JaxspecError, MissingTokenizer
-from jaxspec.registry import DRAFTERS, MTP_DRAFTER, find
+from jaxspec.registry import AUTO_DRAFTER, DRAFTERS, MTP_DRAFTER, SELF_DRAFTER, drafter_takes, find
 from jaxspec.storage.reading import check_path
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def read_sources(args: argparse.Namespace, drafters: Collection[str] | None) -> 
     """
     draft, heads = args.draft_model, [args.heads] if isinstance(args.heads, str) else args.heads
     if drafters is not None:
-        takes = set().union(*(find("drafter", name).takes for name in drafters))
+        takes = set().union(*map(drafter_takes, drafters))
         for option, field, given in (("--draft-model", "draft", draft), ("--heads", "heads", heads)):
             if given is not None and field not in takes:
                 raise UsageError(
@@ -109,10 +109,10 @@ def _missing(drafter: str, target: str, draft: str | None, heads: list[str] | No
     """Returns the option that a drafter of jaxspec's own needs and that is missing, such as `--heads`; or None.
 
     Heads may also come with jaxspec, or be inside the target. Drafters of other packages report missing inputs
-    themselves, and so does `MTP_DRAFTER`.
+    themselves, and so does `MTP_DRAFTER`. `SELF_DRAFTER` and `AUTO_DRAFTER` need nothing.
     """
     takes = find("drafter", drafter).takes if DRAFTERS.own(drafter) else ()
-    if "draft" in takes and draft is None:
+    if "draft" in takes and draft is None and drafter != SELF_DRAFTER:
         return "--draft-model"
     if "heads" not in takes or heads is not None or drafter == MTP_DRAFTER:
         return None
@@ -158,7 +158,8 @@ def load_for_drafting(
         chat: as in `load_models`.
     """
     target, draft = load_models(sources, drafting, new_tokens, chat)
-    heads = load_heads_by_drafter(sources, target).get(str(drafting.drafter))
+    loaded = load_heads_by_drafter(sources, target)
+    heads = next(iter(loaded.values()), None) if drafting.drafter == AUTO_DRAFTER else loaded.get(str(drafting.drafter))
     return target, dataclasses.replace(drafting, draft=draft, heads=heads)
 
 
@@ -224,7 +225,7 @@ def _check_heads(source: str, allow_pickle: bool, drafting: "Drafting | None") -
     from jaxspec.heads.headers import open_heads
 
     config = open_heads(source, allow_pickle=allow_pickle, report=show.say).config_of_any_vocabulary()
-    if drafting is None:
+    if drafting is None or drafting.drafter == AUTO_DRAFTER:
         return
     if config.drafter != drafting.drafter:
         other = f"--drafter {config.drafter}, not {drafting.drafter}"

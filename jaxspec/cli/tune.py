@@ -12,7 +12,7 @@ from jaxspec.bench.tasks import TASK_NAMES, load_task
 from jaxspec.cli import drafting, models, options
 from jaxspec.cli.options import COUNT_TYPE, MAX_NODES, Parser, UsageError, check_output, choice_type, whole_type
 from jaxspec.cli.tree import TREE_GRAMMAR
-from jaxspec.registry import DRAFTERS
+from jaxspec.registry import AUTO_DRAFTER, DRAFTER_NAMES
 
 MIN_ROUNDS = 10
 """The number of timed rounds of a depth from which on their median is reliable."""
@@ -29,8 +29,9 @@ def add_options(parser: Parser) -> None:
     )
     options.add_chat(options.add_models(parser))
     add = parser.add_argument_group("drafts and prompts").add_argument
-    names = "|".join(DRAFTERS.all_names)
-    add("--drafter", required=True, type=choice_type("drafter", DRAFTERS), metavar=names)
+    names = "|".join(DRAFTER_NAMES)
+    text = f"{AUTO_DRAFTER} first finds the fastest drafter on these prompts"
+    add("--drafter", required=True, type=choice_type("drafter", DRAFTER_NAMES), metavar=names, help=text)
     add("--draft-length", type=whole_type(1, MAX_NODES), metavar="K", help="length of the longest drafts (default: 8)")
     add("--tree", metavar="SPEC", help=f"trees instead of chains: {TREE_GRAMMAR}")
     drafting.add_drafter_options(add)
@@ -93,20 +94,37 @@ def run(args: argparse.Namespace) -> int:
         )
     tuned.save(args.out)
     nodes = tuned.tree.shape.nodes if isinstance(tuned.tree, Topology) and not tuned.tree.is_chain else None
-    for line in format_table(tuned.measured, nodes):
-        print(line)
+    if "drafters" in tuned.measured:
+        for line in format_drafters(tuned.measured):
+            print(line)
+    if "round_s" not in tuned.measured:
+        show.print_wrapped(f"the drafter {tuned.drafter}, with its default tree, is written")
+    else:
+        for line in format_table(tuned.measured, nodes):
+            print(line)
     if "speedups" in tuned.measured:
         chain, static = (tuned.measured["speedups"][shape] for shape in ("chain", "tree"))
         best = "chain" if nodes is None else "tree"
         show.print_wrapped(
             f"the best chain is {chain:.2f} times plain, the best tree {static:.2f}: the {best} is written"
         )
-    if warning := warn_about_few_rounds(tuned.measured, len(prompts)):
+    if "round_s" in tuned.measured and (warning := warn_about_few_rounds(tuned.measured, len(prompts))):
         show.say(warning, answer=True)
     show.say(f"written: {args.out}")
     if args.record:
         show.say(f"written: {write_record(args.record, 'tune', args.words, dict(tuned.measured))}")
     return 0
+
+
+def format_drafters(measured: dict) -> list[str]:
+    """Returns the lines of a table with a row per drafter, the fastest first."""
+    width = max(map(len, measured["drafters"]))
+    lines = [f"{'drafter':{width}}  times plain  slowest prompt"]
+    for name, mean in sorted(measured["drafters"].items(), key=lambda item: -item[1]):
+        lines.append(f"{name:{width}}  {mean:11.2f}  {measured['slowest'][name]:14.2f}")
+    if measured["stopped_early"]:
+        lines.append(f"clearly slower, and not run to the end: {', '.join(measured['stopped_early'])}")
+    return lines
 
 
 def format_table(measured: dict, nodes: int | None = None) -> list[str]:

@@ -1,29 +1,28 @@
-"""Drafting settings: `Drafting`, the common form of keywords, command-line options, benchmark methods and tuned files.
-
-The file of a `Drafting`, which `jaxspec tune` writes, is JSON: a version, the name of the drafter, the parents of its
-tree, the drafter's options, the name of the schedule with its fields, and the measurements, which are informational.
-"""
+"""`Drafting`: the settings of drafting as keywords, command-line options, methods of a benchmark and tuned files."""
 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.core.descriptions import inherit_descriptions
 from jaxspec.core.drafter import Drafter, DrafterInputs, require_drafter
 from jaxspec.core.records import Params
 from jaxspec.core.rule import Rule
+from jaxspec.core.sampling import MIN_TEMPERATURE, Sampling
 from jaxspec.core.schedule import Constant, Schedule
 from jaxspec.core.theory import ExpertReads, assumed_cost
-from jaxspec.core.topology import Dynamic, Topology, as_topology, chain, read_parents
+from jaxspec.core.topology import Dynamic, Topology, as_topology, chain
 from jaxspec.core.tree import TreeShape
 from jaxspec.decode.loop import Decoder
 from jaxspec.decode.state import Weights
 from jaxspec.errors import InvalidConfig, JaxspecError, TuningError, shown
+from jaxspec.generation import drafting_file
 from jaxspec.generation.inputs import check_model
 from jaxspec.generation.members import check_round, check_together, make_rule, make_schedule
 from jaxspec.heads.companions import with_companions
@@ -34,21 +33,11 @@ from jaxspec.models.columns import gather
 from jaxspec.models.experts import count_reads
 from jaxspec.models.model import Model
 from jaxspec.models.sharding import follow_platform
-from jaxspec.registry import DRAFTER, SCHEDULES, find
+from jaxspec.registry import AUTO_DRAFTER, DRAFTER, FASTEST, drafter_takes, find, locate
 from jaxspec.schedules.adaptive import Adaptive
 from jaxspec.schedules.best_width import BestWidth
 from jaxspec.storage.reading import check_path, read_json_file
-
-DRAFTING_VERSION = 3
-_FIELDS = {"version", "drafter", "tree", "options", "schedule", "measured"}
-_ADAPTIVE_BEFORE_3 = {
-    "hope": "prior_acceptance",
-    "credit": "loss_budget",
-    "share": "loss_per_token",
-    "memory": "decay_rounds",
-    "weight": "prior_rounds",
-}
-"""Fields of the schedule "adaptive" in files of versions 1 and 2, with their names since version 3."""
+from jaxspec.storage.writing import write_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,7 +45,8 @@ class DraftingOptions:
     """The options of drafting and verification, which `Drafting` and `generate` have in common.
 
     Attributes:
-        drafter: name of a registered drafter, or a drafter object, which brings its own tree.
+        drafter: name of a registered drafter, or a drafter object, which brings its own tree. "auto" for the fastest
+            drafter that the target has, which is measured once on this machine; see docs/drafters.md.
         rule: name of a registered rule, or a rule object.
         tree: topology of the draft tree, or `jaxspec.dynamic()` for a tree that is chosen in every round; a number is
             the length of a chain. None for the drafter's default.
@@ -110,13 +100,59 @@ class Drafting(DraftingOptions):
 
     def without_unused(self) -> Self:
         """Returns a copy without the draft model, the heads and the options that the drafter does not take."""
-        takes = find("drafter", self.drafter).takes if isinstance(self.drafter, str) else frozenset()
+        takes = drafter_takes(self.drafter) if isinstance(self.drafter, str) else frozenset()
         return dataclasses.replace(
             self,
             draft=self.draft if "draft" in takes else None,
             heads=self.heads if "heads" in takes else None,
             drafter_options={name: value for name, value in self.drafter_options.items() if name in takes},
         )
+
+    def resolve(
+        self,
+        target: Model,
+        sampling: Sampling | None = None,
+        rows: int = 1,
+        mesh: Mesh | None = None,
+        report: Callable[[str], Any] = lambda line: None,
+    ) -> "Drafting":
+        """Returns the drafting itself; or, if its drafter is "auto", the fastest of the target on this machine.
+
+        The fastest is measured at the first call for a target, which takes a minute or more, and is kept in the cache
+        directory for later processes; see `jaxspec.tuning.auto`.
+
+        Args:
+            target: the target model.
+            sampling: the sampling settings, as numbers: whether texts are sampled decides what is measured. None for
+                texts without sampling.
+            rows: the number of texts that are decoded at once.
+            mesh: the devices to decode on; None for the default device.
+            report: called with a line of text before and after a measurement.
+
+        Raises:
+            InvalidConfig: the drafter is "auto", and the drafting has a tree, a schedule, options or parameters, which
+                the measurement chooses.
+            JaxspecError: nothing can be measured.
+        """
+        if self.drafter != AUTO_DRAFTER:
+            return self
+        self.check_auto()
+        sampled = sampling is not None and bool(np.max(np.asarray(sampling.temperature)) >= MIN_TEMPERATURE)
+        return locate(FASTEST)(target, self, sampled=sampled, rows=rows, mesh=mesh, report=report)
+
+    def check_auto(self) -> None:
+        """Checks a drafting with the drafter "auto".
+
+        Raises:
+            InvalidConfig: the drafting has a tree, a schedule, options or parameters.
+        """
+        given = {"tree": self.tree, "schedule": self.schedule, "draft_params": self.draft_params}
+        given["drafter_options"] = self.drafter_options or None
+        if chosen := [name for name, value in given.items() if value is not None]:
+            raise InvalidConfig(
+                f"the drafter {AUTO_DRAFTER!r} cannot be combined with {', '.join(chosen)}, because it chooses them; "
+                "leave them out, or name a drafter"
+            )
 
     def inputs(self, target: Model) -> DrafterInputs:
         """Returns the inputs of a registered drafter, with draft model and heads of the target's preset as defaults.
@@ -147,6 +183,8 @@ class Drafting(DraftingOptions):
         Raises:
             JaxspecError: the drafter cannot be built for this target, or does not take one of the inputs.
         """
+        if self.drafter == AUTO_DRAFTER:
+            return self.resolve(target).build_drafter(target)
         options = self.drafter_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise InvalidConfig(f"drafter_options must be a dict from names to values, got {shown(options)}")
@@ -183,6 +221,8 @@ class Drafting(DraftingOptions):
         Raises:
             JaxspecError: drafter, rule, schedule and target do not fit together.
         """
+        if self.drafter == AUTO_DRAFTER:
+            return self.resolve(target).build(target, **options)
         drafter, draft_params = self.build_drafter(target)
         rule, schedule = make_rule(self.rule), self.schedule
         if isinstance(self.drafter, str) and self.tree is None and not _takes(rule, drafter.shape):
@@ -200,30 +240,20 @@ class Drafting(DraftingOptions):
         return decoder, weights
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a file. The drafter must be a name, the tree must be static, and the schedule must be registered.
+        """Writes a file. The drafter must be a name, a tree must be static, and a schedule must be registered.
 
         Models, heads and the rule are not saved; pass them together with the file.
 
         Raises:
             InvalidConfig: drafter or schedule is an object without a registered name, or the tree is not static.
+            StorageError: the file cannot be written.
         """
         file = check_path(path, "the file of jaxspec tune")
-        names = {find("schedule", name): name for name in SCHEDULES}
-        tree = as_topology(self.tree)
-        if not isinstance(self.drafter, str) or not isinstance(tree, Topology) or type(self.schedule) not in names:
-            raise InvalidConfig(
-                f"{self} cannot be saved: it needs a drafter by name, a static tree and a registered schedule"
-            )
-        schedule: Any = self.schedule
-        record = {
-            "version": DRAFTING_VERSION,
-            "drafter": self.drafter,
-            "tree": tree.parents,
-            "options": dict(self.drafter_options),
-            "schedule": {"name": names[type(schedule)], **dataclasses.asdict(schedule)},
-            "measured": dict(self.measured),
-        }
-        file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+        record = drafting_file.describe(
+            self.drafter, as_topology(self.tree), self.schedule, self.drafter_options, self.measured
+        )
+        text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+        write_whole(file, lambda opened: opened.write(text.encode()))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Drafting":
@@ -234,47 +264,9 @@ class Drafting(DraftingOptions):
         """
         record = read_json_file(check_path(path, "the file of jaxspec tune"), TuningError)
         try:
-            return cls._parse(record)
+            return cls(**drafting_file.parse(record))
         except JaxspecError as error:
             raise TuningError(f"{path}: {error}") from None
-
-    @classmethod
-    def _parse(cls, record: dict[str, Any]) -> "Drafting":
-        if type(got := record.get("version")) is not int or not 1 <= got <= DRAFTING_VERSION:
-            raise TuningError(
-                f"expected version 1 to {DRAFTING_VERSION} of a file of 'jaxspec tune', got {got!r:.40}; tune again"
-            )
-        fields = _FIELDS if got > 1 else _FIELDS - {"options"} | {"exit_layers"}
-        if record.keys() != fields:
-            odd = sorted(map(str, record.keys() ^ fields))
-            raise TuningError(f"expected the fields {', '.join(sorted(fields))}; missing or unknown: {odd[0]:.40}")
-        if got == 1:  # had a field for its only option
-            layers = record["exit_layers"]
-            record = record | {"options": {} if layers is None else {"exit_layers": layers}}
-        drafter, parents, options, stored = (record[name] for name in ("drafter", "tree", "options", "schedule"))
-        if not isinstance(drafter, str):
-            raise TuningError(f"drafter must be a name, got {drafter!r:.40}")
-        takes = find("drafter", drafter).takes
-        if not isinstance(options, dict):
-            raise TuningError(f"options must be an object, got {options!r:.40}")
-        if unknown := options.keys() - takes:
-            raise TuningError(f"the drafter {drafter!r} has no option {min(unknown)!r:.40}")
-        if not isinstance(stored, dict) or not isinstance(stored.get("name"), str):
-            raise TuningError(f"schedule must be an object with a name, got {stored!r:.40}")
-        if not isinstance(record["measured"], dict):
-            raise TuningError(f"measured must be an object, got {record['measured']!r:.40}")
-        member = find("schedule", stored["name"])
-        names: dict[str, str] = _ADAPTIVE_BEFORE_3 if got < 3 and stored["name"] == "adaptive" else {}
-        settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k != "name"}
-        settings = {names.get(name, name): value for name, value in settings.items()}
-        if unknown := settings.keys() - {field.name for field in dataclasses.fields(member)}:
-            raise TuningError(f"the schedule {stored['name']!r} has no field {min(unknown)!r}")
-        try:
-            schedule = member(**settings)
-        except (TypeError, OverflowError) as error:  # a string instead of a number, or too large a number
-            raise TuningError(f"the schedule {stored['name']!r}: {error}") from None
-        tree, measured = read_parents(parents), record["measured"]
-        return cls(drafter, tree=tree, schedule=schedule, drafter_options=options, measured=measured)
 
 
 def _takes(rule: Rule, shape: TreeShape) -> bool:

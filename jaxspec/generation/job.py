@@ -218,6 +218,8 @@ def make_job(target: Model, prompts: Any, options: CompileOptions, session: Sess
         raise InvalidConfig(f"logprobs={alternatives} is too many: {target.name} has only {target.lm.vocab} tokens")
     recorded_alternatives = sizes.round_top_logprobs(alternatives or 0, target.lm.vocab)
     width_matched = options.width_matched
+    at_once = count if options.batch is None else min(whole("batch", options.batch), count)
+    drafting = drafting.resolve(target, sampling, at_once, mesh, Notice(options.verbose).say)
     decoder, weights = drafting.build(target, width_matched=width_matched, top_logprobs=recorded_alternatives)
     if mesh is not None:
         weights = weights._replace(draft=replicate(weights.draft, mesh))

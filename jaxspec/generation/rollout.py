@@ -35,6 +35,7 @@ from jaxspec.generation.history import History, Texts, check_history
 from jaxspec.generation.memory import fit_capacity
 from jaxspec.models.model import Model
 from jaxspec.models.transformer import TransformerLM
+from jaxspec.registry import AUTO_DRAFTER
 
 
 class Rollout(NamedTuple):
@@ -114,6 +115,11 @@ def rollout(
     """
     if not isinstance(drafting, Drafting):
         raise InvalidConfig(f"drafting must be a jaxspec.Drafting, got {shown(drafting)}")
+    if drafting.drafter == AUTO_DRAFTER:
+        raise InvalidConfig(
+            f"the drafter {AUTO_DRAFTER!r} is measured, and a rollout is traced; choose the drafter before, as in "
+            f"drafting=jaxspec.tune(target, prompts, drafter={AUTO_DRAFTER!r})"
+        )
     new = checks.whole("max_new_tokens", max_new_tokens)
     samples = checks.whole("samples", samples, 1, sizes.MAX_SAMPLES)
     inputs.check_model("target", target)

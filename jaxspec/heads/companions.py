@@ -13,7 +13,8 @@ from jaxspec.heads.files import load_heads
 from jaxspec.heads.find import find_shipped_heads
 from jaxspec.models.model import Model
 from jaxspec.models.packed import is_quantized
-from jaxspec.registry import MTP_DRAFTER
+from jaxspec.models.rounding import round_to_int8
+from jaxspec.registry import MTP_DRAFTER, SELF_DRAFTER
 
 _LOADED: weakref.WeakKeyDictionary[Model, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -21,12 +22,22 @@ _LOADED: weakref.WeakKeyDictionary[Model, dict[str, Any]] = weakref.WeakKeyDicti
 def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
     """Adds the heads or the draft model that a drafter needs, if none are given and the target's preset has them.
 
-    Heads may also be among the target's own files.
+    Heads may also be among the target's own files. The draft model of `SELF_DRAFTER` is made from the target.
 
     Raises:
-        InvalidConfig: the drafter is `MTP_DRAFTER`, and the target has no heads inside, or other heads are given.
+        InvalidConfig: the drafter is `MTP_DRAFTER`, and the target has no heads inside, or other heads are given; or
+            the drafter is `SELF_DRAFTER`, and the target cannot be rounded to int8, or a draft model is given.
     """
     loaded, inside = _LOADED.setdefault(inputs.target, {}), inputs.target.heads_inside
+    if drafter == SELF_DRAFTER:
+        if inputs.draft is not None:
+            raise InvalidConfig(
+                f"the drafter {drafter!r} drafts with the target itself; leave draft out, or choose the drafter "
+                "'model' for another draft model"
+            )
+        if SELF_DRAFTER not in loaded:
+            loaded[SELF_DRAFTER] = round_to_int8(inputs.target)
+        return dataclasses.replace(inputs, draft=loaded[SELF_DRAFTER])
     if drafter == MTP_DRAFTER and inputs.heads is not None:
         raise InvalidConfig(
             f"the drafter {drafter!r} drafts with the layer inside the target; leave heads out, or choose the drafter "
@@ -53,6 +64,11 @@ def with_companions(inputs: DrafterInputs, drafter: str) -> DrafterInputs:
             loaded["draft"] = load(preset.draft, dtype=_dtype(inputs.target))
         return dataclasses.replace(inputs, draft=loaded["draft"])
     return inputs
+
+
+def release(target: Model, drafter: str) -> None:
+    """Frees the heads or the draft model that were loaded for a drafter of a target, if it is not used any more."""
+    _LOADED.get(target, {}).pop("draft" if drafter == "model" else drafter, None)
 
 
 def _dtype(target: Model) -> str:

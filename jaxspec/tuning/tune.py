@@ -14,7 +14,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,9 @@ from jaxspec.generation import inputs, memory
 from jaxspec.generation.drafting import Drafting
 from jaxspec.heads.network import DraftHeads
 from jaxspec.models.model import Model
+from jaxspec.registry import AUTO_DRAFTER
 from jaxspec.schedules.adaptive import Adaptive
-from jaxspec.tuning import acceptance
+from jaxspec.tuning import acceptance, auto
 
 DEFAULT_DEPTH = 8
 """The default length of the chain that is measured."""
@@ -73,7 +74,8 @@ def tune(
     Args:
         target: target model; see `load`.
         prompts: prompts like those that the result will be used for. Each is decoded alone, past its stop tokens.
-        drafter: name of a registered drafter.
+        drafter: name of a registered drafter; "auto" for the fastest of all drafters that the target has, on these
+            prompts. The result then has its default tree, or a tuned one if that is faster.
         draft: draft model of the drafter "model", of any vocabulary, or "pard"; None for the draft model of
             the target's preset.
         tree: length of the longest chain to try, or a tree, whose shape is kept; None for a chain of 8 tokens, or of
@@ -101,6 +103,10 @@ def tune(
             f"drafter must be the name of a registered drafter, because it is written to a file; got {drafter!r:.80}"
         )
     requested = Drafting(drafter, rule=rule, draft=draft, heads=heads, drafter_options=drafter_options)
+    if drafter == AUTO_DRAFTER:
+        dataclasses.replace(requested, tree=tree).check_auto()
+        options = {"sampling": sampling, "key": key, "max_new_tokens": max_new_tokens, "chat": chat}
+        return _tune_fastest(target, inputs.as_prompts(prompts), requested, options, progress)
     models = requested.inputs(target)
     requested = dataclasses.replace(requested, draft=models.draft, heads=models.heads)
     longest = as_topology(tree)
@@ -150,6 +156,32 @@ def tune(
             more["speedups"] = {"chain": _speedup(tuned), "tree": _speedup(other)}
             tuned = max(tuned, other, key=_speedup)
     return dataclasses.replace(tuned, measured=more | tuned.measured)
+
+
+def _tune_fastest(
+    target: Model,
+    prompts: list[Any],
+    asked: Drafting,
+    options: dict[str, Any],
+    progress: Callable[[int, int], Any] | None,
+) -> Drafting:
+    """Returns the fastest drafting of a target: a drafter with its default tree, or tuned if that is faster."""
+    best = auto.compare_drafters(target, prompts, asked, progress=progress, **options)
+    if best.drafter == auto.PLAIN:
+        return best
+    try:
+        tuned = tune(
+            target, prompts, drafter=str(best.drafter), draft=best.draft, heads=best.heads, rule=cast(Any, best.rule),
+            progress=progress, **options,
+        )  # fmt: skip
+    except TuningError:  # nothing to tune
+        return best
+    tuned = dataclasses.replace(tuned, rule=best.rule, draft=best.draft, heads=best.heads)
+    plain = Drafting(auto.PLAIN)
+    trials = auto.race(target, prompts, {auto.PLAIN: plain, "default": best, "tuned": tuned}, **options)
+    means = {name: round(trial.mean, 4) for name, trial in trials.items() if name != auto.PLAIN}
+    chosen = tuned if max(means, key=lambda name: means[name]) == "tuned" else best
+    return dataclasses.replace(chosen, measured=chosen.measured | best.measured | {"shapes": means})
 
 
 def _speedup(tuned: Drafting) -> float:

@@ -214,6 +214,10 @@ def acceptance(values: Values) -> str:
 
 
 def tune(values: Values) -> str:
+    if "round_s" not in values:  # the fastest drafter, with its default tree
+        fastest = sorted(values["drafters"].items(), key=lambda item: -item[1])
+        rows = [[f"`{name}`", times(mean), times(values["slowest"][name])] for name, mean in fastest]
+        return table(["drafter", "speed-up", "slowest prompt"], rows)
     took, accepted = values["round_s"], [None, *values["acceptance_by_depth"]]
     rows = [[str(depth), f"{took[str(depth)] * 1e3:.1f}" if str(depth) in took else "",
              share(accepted[depth]) if depth else "", times(speedup)]

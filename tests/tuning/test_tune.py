@@ -114,6 +114,8 @@ def test_what_is_written_is_read_again(tmp_path):
         ),
         jaxspec.Drafting("none", tree=chain(0), schedule=Constant(0)),
         jaxspec.Drafting("prompt-lookup", tree=chain(6), schedule=PlusMinus(first=3)),
+        jaxspec.Drafting("self-int8"),
+        jaxspec.Drafting("recycling", tree=branching(2, 1)),
     ):
         tuned.save(tmp_path / "t.json")
         again = jaxspec.Drafting.load(tmp_path / "t.json")
@@ -125,8 +127,10 @@ def test_what_is_written_is_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 4}, "version 1 to 3"),
-        ({"version": None}, "version 1 to 3"),
+        ({"version": 5}, "version 1 to 4"),
+        ({"version": None}, "version 1 to 4"),
+        ({"version": 3, "tree": None}, "parents"),
+        ({"version": 3, "schedule": None}, "schedule must be an object"),
         ({"drafter": "modle"}, "'model'"),
         ({"drafter": 3}, "drafter must be a name"),
         ({"tree": [-1, 5]}, "node 1"),
