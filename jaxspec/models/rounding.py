@@ -46,4 +46,4 @@ def round_to_int8(model: Model) -> Model:
         return pack_param(name, rounded) if kernels else rounded
 
     params = jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_packed)
-    return dataclasses.replace(model, lm=dataclasses.replace(lm, dtype=ACTIVATIONS), params=params)
+    return dataclasses.replace(model, lm=dataclasses.replace(lm, dtype=ACTIVATIONS, taps=()), params=params)

@@ -40,14 +40,14 @@ FOLDER = "drafting"
 """The folder of the kept answers, in the cache directory."""
 PLAIN = "none"
 """The drafter of plain decoding, which is always compared."""
-TOKENS = 64
+TOKENS = 48
 """The largest number of tokens that are decoded after each prompt."""
 FEWEST_TOKENS = 8
 """A batch of texts with fewer tokens than this, on average, is too short to be timed."""
 REPEATS = 2
 """The number of times that each batch is decoded by each drafter. The fastest counts."""
 HOPELESS = 0.6
-"""A drafter that has less than this share of the fastest drafter's speed after two batches is not run any further."""
+"""A drafter that has less than this share of the fastest drafter's speed so far is not run any further."""
 SLOWEST = 0.9
 """A drafter with a batch of less than this share of the speed of plain decoding is not chosen."""
 MOST_ROWS = 64
@@ -114,7 +114,7 @@ def fastest_drafting(
             f"the drafter {AUTO_DRAFTER!r} is measured on texts, and {target.name} has no tokenizer; measure it on "
             "your own prompts of token ids with jaxspec.tune(..., drafter='auto'), and pass the result (drafting=...)"
         )
-    report(f"measuring the drafters of {target.name}, once for this machine ...")
+    report(f"measuring the drafters of {target.name}, once for this machine; this takes minutes ...")
     chosen = compare_drafters(
         target, TRIAL_PROMPTS, asked, sampling=Sampling(temperature=float(sampled)), rows=rows, mesh=mesh,
         key=jax.random.key(0), report=report,
@@ -218,10 +218,12 @@ def race(
     trials, batches = {name: Trial([]) for name in draftings}, _fill_batches(list(prompts), rows)
     for done, batch in enumerate(batches, start=1):
         least = dict.fromkeys(trials, math.inf)
-        if decode(PLAIN, batch).tokens >= FEWEST_TOKENS * rows:
-            for name in [*trials] * REPEATS:  # take turns
-                timing = decode(name, batch)
-                least[name] = min(least[name], timing.decode_s / timing.tokens)
+        for name in [*trials] * REPEATS:  # take turns
+            timing = decode(name, batch)
+            if timing.tokens < FEWEST_TOKENS * rows:
+                break
+            least[name] = min(least[name], timing.decode_s / timing.tokens)
+        else:
             for name, trial in trials.items():
                 trial.speedups.append(least[PLAIN] / least[name])
             trials = _without_hopeless(trials)
@@ -247,7 +249,7 @@ def find_draftings(target: Model, asked: Drafting) -> dict[str, Drafting]:
         try:
             drafter, params = drafting.build_drafter(target)
             drafting.build(target)
-        except JaxspecError:
+        except (JaxspecError, jax.errors.JaxRuntimeError):  # or there is no memory for a copy of the target
             continue
         if not any(drafter == other and _same(params, others) for other, others in built):
             found[name] = drafting
@@ -263,8 +265,6 @@ def _fill_batches(prompts: list[Any], rows: int) -> list[list[Any]]:
 
 def _without_hopeless(trials: dict[str, Trial]) -> dict[str, Trial]:
     """Returns the trials that are continued; see `HOPELESS`."""
-    if len(trials[PLAIN].speedups) < 2:
-        return trials
     most = max(trial.mean for trial in trials.values())
     return {name: trial for name, trial in trials.items() if name == PLAIN or trial.mean >= HOPELESS * most}
 

@@ -118,14 +118,14 @@ def test_what_cannot_be_a_copy_is_refused(target, directory):
 
 def test_the_fastest_is_chosen(clock):
     """By the geometric mean over prompts; the mean of the fastest repeats is the measure."""
-    clock.seconds |= {"none": [1, 1, 1], "prompt-lookup": [0.9, 0.4, 0.6], "recycling": [0.5, 0.5, 0.5]}
+    clock.seconds |= {"none": [1, 1, 1], "prompt-lookup": [0.8, 0.4, 0.6], "recycling": [0.5, 0.5, 0.5]}
     clock.seconds |= {"model": [0.6, 0.6, 0.6]}
     chosen = auto.compare_drafters(TABLE, clock.prompts, jaxspec.Drafting("auto", draft=TABLE), key=None)
     assert chosen.drafter == "recycling"
     assert chosen.draft is None
-    expected = {"none": 1.0, "prompt-lookup": (0.9 * 0.4 * 0.6) ** (-1 / 3), "recycling": 2.0, "model": 1 / 0.6}
+    expected = {"none": 1.0, "prompt-lookup": (0.8 * 0.4 * 0.6) ** (-1 / 3), "recycling": 2.0, "model": 1 / 0.6}
     assert chosen.measured["drafters"] == {name: pytest.approx(mean, abs=1e-4) for name, mean in expected.items()}
-    assert chosen.measured["slowest"]["prompt-lookup"] == pytest.approx(1 / 0.9, abs=1e-4)
+    assert chosen.measured["slowest"]["prompt-lookup"] == pytest.approx(1 / 0.8, abs=1e-4)
     assert chosen.measured["batches"] == 3
 
 
@@ -138,12 +138,12 @@ def test_a_drafter_that_slows_a_prompt_down_is_not_chosen(clock):
 
 
 def test_the_slow_are_not_run_to_the_end(clock):
-    """After two prompts, what is below 0.6 of the fastest ends; plain decoding is always run."""
-    clock.seconds |= {"none": [1, 1, 1], "prompt-lookup": [0.5, 0.5, 0.5], "recycling": [0.9, 0.9, 0.1]}
+    """What is below 0.6 of the fastest ends; plain decoding is always run."""
+    clock.seconds |= {"none": [1, 1, 1], "prompt-lookup": [0.5, 0.5, 0.5], "recycling": [0.9, 0.1, 0.1]}
     chosen = auto.compare_drafters(TABLE, clock.prompts, jaxspec.Drafting("auto"))
     assert chosen.measured["stopped_early"] == ["recycling"]
     assert set(chosen.measured["drafters"]) == {"none", "prompt-lookup"}
-    assert clock.calls.count("recycling") == 2 * auto.REPEATS
+    assert clock.calls.count("recycling") == auto.REPEATS
     assert clock.calls.count("prompt-lookup") == 3 * auto.REPEATS
 
 
