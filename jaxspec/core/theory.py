@@ -25,9 +25,19 @@ def node_acceptance(tree: Tree, acceptance: Float[Array | np.ndarray, "*b D C"],
     Returns:
         The probabilities, `[*b, N]`.
     """
-    share = acceptance[..., tree.depths[1:] - 1, tree.ranks[1:]]
-    share = xp.concatenate([xp.ones_like(share, shape=(*share.shape[:-1], 1)), share], -1)
-    return xp.where(tree.ancestors, share[..., None, :], 1.0).prod(-1)
+    return path_products(tree, acceptance[..., tree.depths[1:] - 1, tree.ranks[1:]], xp)
+
+
+def path_products(tree: Tree, rates: Float[Array | np.ndarray, "*b M"], xp: Any = jnp) -> Any:
+    """Returns the product of rates along the path to each node, `[*b, N]`; the root has 1.
+
+    Args:
+        tree: the tables of one topology, for all rows.
+        rates: the rate of each node below the root, M = N - 1.
+        xp: `jax.numpy`, or `numpy`.
+    """
+    rates = xp.concatenate([xp.ones_like(rates, shape=(*rates.shape[:-1], 1)), rates], -1)
+    return xp.where(tree.ancestors, rates[..., None, :], 1.0).prod(-1)
 
 
 class TokenCost(NamedTuple):

@@ -30,7 +30,8 @@ def collect_figures(ranks: Ranks, trees: Sequence[Candidate], dtype: str) -> dic
         "top1": ranks.top1,
         "top5": ranks.top5,
         "accepted": ranks.accepted,
-        "acceptance_by_rank": np.round(ranks.acceptance(), 5).tolist(),
+        "acceptance_by_rank": np.round(ranks.by_rank(), 5).tolist(),
+        "acceptance_by_parent": np.round(ranks.acceptance(), 5).tolist(),
         **tree_figures(trees, dtype),
     }
 

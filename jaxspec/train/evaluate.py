@@ -1,7 +1,7 @@
 """Evaluates trained heads: ranks of the correct tokens, the best trees for them, and tokens per round of decoding."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,10 @@ from jaxspec.train.trainee import Trainee
 
 NUM_RANKS = 16
 """Number of ranks of the correct token that are counted separately."""
+NUM_PARENTS = 4
+"""Number of ranks of the token before that are counted separately; the last stands for all higher ranks."""
+PRIOR_POSITIONS = 100
+"""The weight of the ranks after any token, in positions, where the ranks after a token of one rank are counted."""
 TREE_SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 """Numbers of nodes of the trees that are tried."""
 MIN_SPEED_SHARE = 0.9
@@ -90,17 +94,39 @@ class Ranks(NamedTuple):
     def _share(self, below: int) -> list[float]:
         return [float((column[column >= 0] < below).mean()) if (column >= 0).any() else 0.0 for column in self.at.T]
 
-    def acceptance(self) -> np.ndarray:
+    def by_rank(self) -> np.ndarray:
         """Returns the frequency of each rank, `[n, NUM_RANKS]`, where all earlier tokens had ranks below NUM_RANKS."""
-        table = np.zeros((self.at.shape[1], NUM_RANKS))
+        return np.array([_frequencies(column[counted]) for column, counted in self._columns()])
+
+    def acceptance(self) -> np.ndarray:
+        """Returns the frequency of each rank after a token of each rank, `[n, NUM_PARENTS, NUM_RANKS]`.
+
+        It is the input of `best_tree`. Only positions count where all earlier tokens had ranks below NUM_RANKS. Where a
+        rank of the token before is rare, the frequencies are drawn towards those after any token.
+        """
+        tables, before = [], np.zeros(len(self.at), int)  # the root has rank 0
+        for column, counted in self._columns():
+            after_any, rows = _frequencies(column[counted]), []
+            for parent in range(NUM_PARENTS):
+                ranks = column[counted & (before == parent)]
+                known = len(ranks) / (len(ranks) + PRIOR_POSITIONS)
+                rows.append(known * _frequencies(ranks) + (1 - known) * after_any)
+            tables.append(rows)
+            before = np.minimum(column, NUM_PARENTS - 1)
+        return np.array(tables)
+
+    def _columns(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the ranks of each drafted token, and the positions that count."""
         counted = np.ones(len(self.at), bool)
-        for head, column in enumerate(self.at.T):
-            counted &= column >= 0
-            if not counted.any():
-                break
-            table[head] = np.bincount(column[counted], minlength=NUM_RANKS + 1)[:NUM_RANKS] / counted.sum()
-            counted &= column < NUM_RANKS
-        return table
+        for column in self.at.T:
+            counted = counted & (column >= 0)
+            yield column, counted
+            counted = counted & (column < NUM_RANKS)
+
+
+def _frequencies(ranks: np.ndarray) -> np.ndarray:
+    """Returns the frequency of each rank, `[NUM_RANKS]`; zeros if there is none."""
+    return np.bincount(ranks, minlength=NUM_RANKS + 1)[:NUM_RANKS] / max(len(ranks), 1)
 
 
 def rank_tokens(

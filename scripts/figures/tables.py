@@ -618,6 +618,23 @@ def history(values: Values) -> str:
     return table([*headings, "same text as plain"], rows)
 
 
+def siblings(values: Values) -> str:
+    last = values["parents"]
+    parents = [*map(str, range(1, last)), f"{last} or more"]
+    rows, trees = [], []
+    for name, entry in values["heads"].items():
+        for parent, first, four in zip(parents, entry["first"], entry["any_of_4"]):
+            rows.append([f"`{name}`", parent, share(first), share(four)])
+        for row in entry["trees"]:
+            pairs = [row["rank"], row["parent"]]
+            trees.append([f"`{name}`", str(row["nodes"]), *(f"{one['expected']:.2f}" for one in pairs),
+                          *(f"{one['tokens_per_round']:.2f}" for one in pairs)])  # fmt: skip
+    first = table(["heads", "rank of the parent", "its first child is right", "one of its first four is right"], rows)
+    headings = ["heads", "nodes", "expected, by rank", "expected, by rank and parent"]
+    headings += ["tokens per round, by rank", "tokens per round, by rank and parent"]
+    return f"{first}\n\n{table(headings, trees)}"
+
+
 def harness(values: Values) -> str:
     changed = ", ".join(f"`{name}`: {count}" for name, count in values["texts that a drafter changed"].items())
     rows = [
@@ -673,6 +690,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "widths": widths, "hybrids": hybrids, "experts": hybrids,
     "lookup": lookup, "compile": compile_times, "memory": memory, "rules": rules,
     "overhead": overhead, "batches": batches, "bench": bench, "acceptance": acceptance, "tune": tune,
+    "siblings": siblings,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
     "history": history, "quantized-cache": quantized_cache, "harness": harness,

@@ -29,7 +29,7 @@ def main() -> None:
     given = parser.parse_args()
     target, heads = jaxspec.load(given.target, dtype=given.dtype), jaxspec.load_heads(given.heads)
     measured = json.loads((given.heads / card.FIGURES_FILE).read_text())
-    acceptance = np.asarray(measured["acceptance_by_rank"])
+    acceptance = np.asarray(measured.get("acceptance_by_parent", measured["acceptance_by_rank"]))
     chat = [[{"role": "user", "content": text}] for text in ORDINARY[: given.prompts]]
     prompts = [target.encode_chat(messages) for messages in chat]
     trees = evaluate.measure_trees(target, heads, acceptance, prompts)

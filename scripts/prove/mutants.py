@@ -1063,6 +1063,22 @@ MUTANTS = (
         ("tests/generation/test_history.py::test_what_generate_and_rollout_return_is_kept_alike",),
     ),
     Mutant(
+        "tree-search-forgets-the-parent",
+        "the best tree takes the children of every node for those of the first",
+        "core/tree_search.py",
+        "min(above[-1], parents - 1) if above else 0, rank]",
+        "0, rank]",
+        ("tests/core/test_tree_search.py::test_it_equals_the_dynamic_programme_by_the_rank_of_the_parent",),
+    ),
+    Mutant(
+        "ranks-forget-the-token-before",
+        "the ranks after a token of any rank are counted together",
+        "train/evaluate.py",
+        "ranks = column[counted & (before == parent)]",
+        "ranks = column[counted]",
+        ("tests/train/test_ranks.py::test_trees_know_the_rank_of_the_parent",),
+    ),
+    Mutant(
         "auto-takes-what-is-slower-on-a-prompt",
         "a drafter is chosen that slows one of the prompts down",
         "tuning/auto.py",

@@ -19,15 +19,21 @@ pytestmark = pytest.mark.quick
 def sequoia(table: np.ndarray, nodes: int, depth: int) -> float:
     """The most expected tokens of a tree of so many nodes at most: the dynamic programme over subtrees' sizes."""
 
-    @functools.cache
-    def below(nodes: int, at: int, rank: int) -> float:
-        """What children from `rank` on of one node at depth `at` add, with `nodes` nodes among their subtrees."""
-        if nodes == 0 or at == depth or at == table.shape[0] or rank == table.shape[1]:
-            return 0.0
-        sizes = range(1, nodes + 1)
-        return max(table[at, rank] * (1 + below(n - 1, at + 1, 0)) + below(nodes - n, at, rank + 1) for n in sizes)
+    table = table if table.ndim == 3 else table[:, None]
+    depths, parents, ranks = table.shape
 
-    return 1 + below(nodes - 1, 0, 0)
+    @functools.cache
+    def below(nodes: int, at: int, parent: int, rank: int) -> float:
+        """What children from `rank` on of one node at depth `at` add, with `nodes` nodes among their subtrees."""
+        if nodes == 0 or at in (depth, depths) or rank == ranks:
+            return 0.0
+        share = table[at, min(parent, parents - 1), rank]
+        return max(
+            share * (1 + below(n - 1, at + 1, rank, 0)) + below(nodes - n, at, parent, rank + 1)
+            for n in range(1, nodes + 1)
+        )
+
+    return 1 + below(nodes - 1, 0, 0, 0)
 
 
 def random_table(rng, depths: int, ranks: int) -> np.ndarray:
@@ -54,6 +60,35 @@ def test_it_equals_the_dynamic_programme():
         assert jaxspec.expected_tokens(tree, acceptance) == pytest.approx(expected, abs=1e-12)
         limited += sequoia(every, nodes, nodes) > expected + 1e-9 if not case % 3 else 0
     assert limited > 10
+
+
+def test_it_equals_the_dynamic_programme_by_the_rank_of_the_parent():
+    """300 random acceptances with one to three ranks of parents; knowing them is worth something."""
+    rng, gains = np.random.default_rng(3), []
+    for _ in range(300):
+        nodes, ranks, depth, parents = (int(rng.integers(1, high)) for high in (14, 5, 5, 4))
+        acceptance = np.stack([random_table(rng, depth, ranks) for _ in range(parents)], 1)
+        tree = jaxspec.best_tree(acceptance, nodes)
+        expected = sequoia(acceptance, nodes, depth)
+        assert jaxspec.expected_tokens(tree, acceptance) == pytest.approx(expected, abs=1e-12)
+        blind = jaxspec.best_tree(acceptance.mean(1), nodes)
+        gains.append(expected / jaxspec.expected_tokens(blind, acceptance))
+        if parents == 1:
+            assert tree == jaxspec.best_tree(acceptance[:, 0], nodes)
+    assert min(gains) > 1 - 1e-12
+    assert max(gains) > 1.1
+
+
+def test_children_of_siblings():
+    """By hand: the second child's children are seldom accepted, so the tree grows below the first."""
+    rates = np.array([[[0.6, 0.3], [0.6, 0.3]], [[0.5, 0.2], [0.1, 0.05]]])
+    assert jaxspec.best_tree(rates, 5) == from_paths([(0, 0), (0, 1), (1,)])
+    assert jaxspec.best_tree(rates[:, 0], 5) == from_paths([(0, 0), (1, 0)])
+    wide = from_paths([(0, 0), (1, 0), (1, 1)])
+    assert jaxspec.expected_tokens(wide, rates) == pytest.approx(1 + 0.6 + 0.3 + 0.3 + 0.03 + 0.015)
+    beyond = np.array([[[0.5, 0.2, 0.1]] * 2, [[0.5, 0.2, 0.1], [0.1, 0.05, 0.0]]])
+    third = jaxspec.expected_tokens(from_paths([(0,), (1,), (2, 0), (2, 1)]), beyond)
+    assert third == pytest.approx(1 + 0.5 + 0.2 + 0.1 * (1 + 0.1 + 0.05)), "the last row stands for all higher ranks"
 
 
 def test_known_trees():
@@ -125,6 +160,8 @@ def test_the_fastest_tree():
         ([0.8, 0.3], 3, "add up to at most 1"),
         ([-0.1], 3, "probabilities"),
         ([[0.5], [0.1, 0.2]], 3, "ranks"),
+        ([[[[0.5]]]], 3, "ranks of parents"),
+        ([[[0.5, 0.1], [0.9, 0.2]]], 3, "add up to at most 1"),
         ("high", 3, "ranks"),
         ([0.5], 0, "whole number"),
         ([0.5], 2.0, "whole number"),
