@@ -3,6 +3,9 @@
 This is what `drafter="auto"` stands for. Every drafter that the target has, with its default tree, decodes the same
 prompts as plain decoding. The drafters take turns, so that drifts of the machine's speed affect all of them. A drafter
 that is clearly slower than the fastest so far is not run any further.
+
+On a CPU, the time of wider calls is measured first. The drafters that choose their width by its price (the schedule
+"best-width") then know the price on this machine, and not only that of its kind of processor.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ from jaxspec.core.drafter import Drafter
 from jaxspec.core.records import Params
 from jaxspec.core.sampling import Sampling
 from jaxspec.core.sizes import round_rows
+from jaxspec.core.theory import TokenCost
 from jaxspec.decode.session import Timing
 from jaxspec.errors import InvalidConfig, JaxspecError, StorageError, TuningError
 from jaxspec.generation.drafting import Drafting
@@ -31,7 +35,9 @@ from jaxspec.heads.files import load_heads
 from jaxspec.kernels.library import describe_kernels
 from jaxspec.models.model import Model
 from jaxspec.models.packed import is_packed, stored_types
+from jaxspec.models.sharding import platform_of
 from jaxspec.registry import AUTO_DRAFTER, DRAFTERS
+from jaxspec.schedules.best_width import BestWidth
 from jaxspec.storage.directories import cache_directory
 from jaxspec.tuning.trial_prompts import TRIAL_PROMPTS
 from jaxspec.version import __version__
@@ -52,6 +58,9 @@ SLOWEST = 0.9
 """A drafter with a batch of less than this share of the speed of plain decoding is not chosen."""
 MOST_ROWS = 64
 """The largest number of texts that are decoded at once to compare drafters."""
+
+PRICED_WIDTHS = (4, 16)
+"""The widths of the calls that are timed, besides 1: one that mostly reads weights, and one that mostly multiplies."""
 
 _FOUND: dict[str, Drafting] = {}
 """The answers of this process, by the names of their files."""
@@ -119,7 +128,7 @@ def fastest_drafting(
         target, TRIAL_PROMPTS, asked, sampling=Sampling(temperature=float(sampled)), rows=rows, mesh=mesh,
         key=jax.random.key(0), report=report,
     )  # fmt: skip
-    _FOUND[name] = Drafting(chosen.drafter, measured=chosen.measured)
+    _FOUND[name] = Drafting(chosen.drafter, schedule=chosen.schedule, measured=chosen.measured)
     try:
         _FOUND[name].save(file)
     except StorageError as error:
@@ -151,7 +160,8 @@ def compare_drafters(
     Raises:
         TuningError: all texts are too short to be timed.
     """
-    draftings = find_draftings(target, asked)
+    price = measure_token_cost(target, prompts, **options)
+    draftings = find_draftings(target, asked, price)
     trials = race(target, prompts, draftings, **options)
     safe = {name: trial for name, trial in trials.items() if min(trial.speedups) >= SLOWEST}
     best = max(safe, key=lambda name: safe[name].mean)
@@ -161,6 +171,7 @@ def compare_drafters(
     measured = {
         "drafters": {name: round(trial.mean, 4) for name, trial in trials.items()},
         "slowest": {name: round(min(trial.speedups), 4) for name, trial in trials.items()},
+        "token_cost": None if price is None else [round(number, 4) for number in price],
         "stopped_early": sorted(draftings.keys() - trials.keys()),
         "batches": len(trials[PLAIN].speedups),
         "device": jax.devices()[0].device_kind,
@@ -171,7 +182,7 @@ def compare_drafters(
         f"the fastest drafter is {best}, {trials[best].mean:.2f} times plain decoding"
         + (f" ({', '.join(others)})" if others else "")
     )
-    return _with_models(Drafting(best, measured=measured), asked)
+    return dataclasses.replace(draftings[best], measured=measured)
 
 
 def race(
@@ -237,10 +248,52 @@ def race(
     return trials
 
 
-def find_draftings(target: Model, asked: Drafting) -> dict[str, Drafting]:
+def measure_token_cost(
+    target: Model,
+    prompts: Sequence[Any],
+    *,
+    mesh: Mesh | None = None,
+    chat: bool | None = None,
+    max_new_tokens: int = TOKENS,
+    **options: Any,
+) -> TokenCost | None:
+    """Returns the time that tokens take in a target call on this CPU; None on an accelerator, or if texts are short.
+
+    Plain decoding of one text is timed with calls of one token and of `PRICED_WIDTHS` tokens.
+
+    Args:
+        target: the target.
+        prompts: the prompts, as `generate` takes them; the first one is decoded.
+        mesh: the devices to decode on; None for the default device.
+        chat: whether to wrap a text prompt in the model's chat template; None to wrap it if there is a template.
+        max_new_tokens: the largest number of tokens that are decoded.
+        **options: the other arguments of `race`, which do not change the price.
+    """
+    if platform_of(mesh) != "cpu":
+        return None
+    settings: dict[str, Any] = {"drafter": PLAIN, "mesh": mesh, "chat": chat, "max_new_tokens": max_new_tokens}
+    widths: tuple[bool | int, ...] = (False, *PRICED_WIDTHS)
+    least = dict.fromkeys(widths, math.inf)
+    for width in widths * REPEATS:  # take turns
+        timing = generate(target, [prompts[0]], width_matched=width, verbose=False, **settings).timing
+        if timing.tokens < FEWEST_TOKENS:
+            return None
+        least[width] = min(least[width], timing.decode_s / timing.tokens)
+    few, many = (least[width] / least[False] for width in PRICED_WIDTHS)
+    each = (few - 1) / (PRICED_WIDTHS[0] - 1)
+    return TokenCost(min(max(each, 0.0), 1.0), max(PRICED_WIDTHS[1] / many, 1.0))
+
+
+def find_draftings(target: Model, asked: Drafting, price: TokenCost | None = None) -> dict[str, Drafting]:
     """Returns every drafting that a target has, by the name of its drafter: each drafter with its default tree.
 
     Of two names of the same drafter with the same parameters, the later is left out.
+
+    Args:
+        target: the target.
+        asked: the rule, and a draft model or heads.
+        price: the time that tokens take in a target call, for drafters that choose their width by it; None for the
+            price of this kind of processor.
     """
     found: dict[str, Drafting] = {}
     built: list[tuple[Drafter, Params]] = []
@@ -248,10 +301,12 @@ def find_draftings(target: Model, asked: Drafting) -> dict[str, Drafting]:
         drafting = _with_models(Drafting(name), asked)
         try:
             drafter, params = drafting.build_drafter(target)
-            drafting.build(target)
+            decoder, _ = drafting.build(target)
         except (JaxspecError, jax.errors.JaxRuntimeError):  # or there is no memory for a copy of the target
             continue
         if not any(drafter == other and _same(params, others) for other, others in built):
+            if price is not None and isinstance(decoder.schedule, BestWidth):
+                drafting = dataclasses.replace(drafting, schedule=dataclasses.replace(decoder.schedule, cpu=price))
             found[name] = drafting
             built.append((drafter, params))
     return found

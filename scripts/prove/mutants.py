@@ -1087,6 +1087,14 @@ MUTANTS = (
         ("tests/tuning/test_auto.py::test_a_drafter_that_slows_a_prompt_down_is_not_chosen",),
     ),
     Mutant(
+        "auto-does-not-know-the-price",
+        "drafters that copy choose their width by the price of another machine",
+        "tuning/auto.py",
+        "if price is not None and isinstance(",
+        "if price is None and isinstance(",
+        ("tests/tuning/test_auto.py::test_the_price_of_tokens",),
+    ),
+    Mutant(
         "auto-forgets-that-texts-are-sampled",
         "greedy and sampled texts share one answer",
         "tuning/auto.py",

@@ -14,12 +14,14 @@ from helpers.checkpoints import random_params, tiny_config, write_bytes
 from helpers.narrow import instance, not_none
 from helpers.toys import noisy
 from jaxspec.cli import main
+from jaxspec.core.theory import TokenCost
 from jaxspec.decode.session import Timing
 from jaxspec.drafters.model import ModelDraft
 from jaxspec.errors import InvalidConfig, StorageError, TuningError
 from jaxspec.heads import companions
 from jaxspec.kernels.library import kernels_available
 from jaxspec.models.rounding import round_to_int8
+from jaxspec.schedules.best_width import BestWidth
 from jaxspec.testing import TableLM
 from jaxspec.tuning import auto
 from jaxspec.tuning.tune import tune
@@ -52,11 +54,14 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replaces `generate` by one that takes the seconds per token that a test gives each drafter."""
+    """Replaces `generate` by one that takes the seconds per token that a test gives each drafter, and each width."""
     seconds: dict[str, list[float]] = {}
+    widths: dict[int, float] = {False: 1.0, 4: 1.15, 16: 2.0}
     calls: list[str] = []
 
-    def generate(target, batch, *, drafting, **options):
+    def generate(target, batch, *, drafting=None, width_matched=False, **options):
+        if drafting is None:
+            return SimpleNamespace(timing=Timing(0.0, 0.0, 40 * widths[width_matched], 40))
         calls.append(drafting.drafter)
         at = auto_batches.index(batch) if batch in auto_batches else 0
         tokens = 40 * len(batch)
@@ -64,7 +69,7 @@ def clock(monkeypatch):
 
     auto_batches = [[prompt] for prompt in "abc"]
     monkeypatch.setattr(auto, "generate", generate)
-    return SimpleNamespace(seconds=seconds, calls=calls, prompts=["a", "b", "c"])
+    return SimpleNamespace(seconds=seconds, widths=widths, calls=calls, prompts=["a", "b", "c"])
 
 
 def compare_only(monkeypatch, *names: str):
@@ -152,6 +157,26 @@ def test_texts_that_end_at_once_are_not_timed(monkeypatch):
     monkeypatch.setattr(auto, "generate", lambda *_, **__: ended)
     with pytest.raises(TuningError, match="fewer than 8 tokens"):
         auto.compare_drafters(TABLE, [[1], [2]], jaxspec.Drafting("auto"))
+
+
+def test_the_price_of_tokens(clock, target, cache, monkeypatch):
+    """By hand; the drafters that choose by the price know it, and so does the kept answer."""
+    assert auto.measure_token_cost(TABLE, clock.prompts) == pytest.approx((0.05, 8.0))
+    clock.seconds |= {name: [1.0] * 3 for name in ("none", "recycling", "early-exit", "self-int8")}
+    clock.seconds["prompt-lookup"] = [0.5] * 3
+    chosen = auto.fastest_drafting(target, jaxspec.Drafting("auto"))
+    assert instance(BestWidth, chosen.schedule).cpu == pytest.approx((0.05, 8.0))
+    assert chosen.measured["token_cost"] == [0.05, 8.0]
+    (file,) = cache.iterdir()
+    assert jaxspec.Drafting.load(file).schedule == chosen.schedule
+    found = auto.find_draftings(target, chosen, TokenCost(0.5, 2)).items()
+    prices = {name: drafting.schedule for name, drafting in found}
+    assert {name for name, schedule in prices.items() if schedule is not None} == {"prompt-lookup", "recycling"}
+    for widths, price in (({4: 0.9, 16: 1.0}, (0.0, 16.0)), ({4: 40.0, 16: 160.0}, (1.0, 1.0))):
+        clock.widths |= widths
+        assert auto.measure_token_cost(TABLE, clock.prompts) == pytest.approx(price)
+    monkeypatch.setattr(auto, "platform_of", lambda mesh: "gpu")
+    assert auto.measure_token_cost(TABLE, clock.prompts) is None
 
 
 def test_batches_hold_every_prompt():
