@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxspec.cli.options import UsageError
 from jaxspec.errors import CapacityError, JaxspecError, MissingTokenizer
-from jaxspec.registry import AUTO_DRAFTER, DRAFTERS, MTP_DRAFTER, SELF_DRAFTER, drafter_takes, find
+from jaxspec.registry import DRAFTERS, MTP_DRAFTER, SELF_DRAFTER, drafter_takes, find
 from jaxspec.storage.reading import check_path
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def load_for_drafting(
     """
     target, draft = load_models(sources, drafting, new_tokens, chat)
     loaded = load_heads_by_drafter(sources, target)
-    heads = next(iter(loaded.values()), None) if drafting.drafter == AUTO_DRAFTER else loaded.get(str(drafting.drafter))
+    heads = next(iter(loaded.values()), None) if drafting.is_auto else loaded.get(str(drafting.drafter))
     return target, dataclasses.replace(drafting, draft=draft, heads=heads)
 
 
@@ -225,7 +225,7 @@ def _check_heads(source: str, allow_pickle: bool, drafting: "Drafting | None") -
     from jaxspec.heads.headers import open_heads
 
     config = open_heads(source, allow_pickle=allow_pickle, report=show.say).config_of_any_vocabulary()
-    if drafting is None or drafting.drafter == AUTO_DRAFTER:
+    if drafting is None or drafting.is_auto:
         return
     if config.drafter != drafting.drafter:
         other = f"--drafter {config.drafter}, not {drafting.drafter}"

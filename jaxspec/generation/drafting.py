@@ -98,6 +98,11 @@ class Drafting(DraftingOptions):
         parts = [f"{name}={brief(value)}" for name, value in fields.items() if value is not None]
         return f"Drafting({', '.join([brief(self.drafter), *parts])})"
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the drafter is "auto", which stands for the fastest; see `resolve`."""
+        return isinstance(self.drafter, str) and self.drafter == AUTO_DRAFTER
+
     def without_unused(self) -> Self:
         """Returns a copy without the draft model, the heads and the options that the drafter does not take."""
         takes = drafter_takes(self.drafter) if isinstance(self.drafter, str) else frozenset()
@@ -134,7 +139,7 @@ class Drafting(DraftingOptions):
                 the measurement chooses.
             JaxspecError: nothing can be measured.
         """
-        if self.drafter != AUTO_DRAFTER:
+        if not self.is_auto:
             return self
         self.check_auto()
         sampled = sampling is not None and bool(np.max(np.asarray(sampling.temperature)) >= MIN_TEMPERATURE)
@@ -183,7 +188,7 @@ class Drafting(DraftingOptions):
         Raises:
             JaxspecError: the drafter cannot be built for this target, or does not take one of the inputs.
         """
-        if self.drafter == AUTO_DRAFTER:
+        if self.is_auto:
             return self.resolve(target).build_drafter(target)
         options = self.drafter_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
@@ -221,7 +226,7 @@ class Drafting(DraftingOptions):
         Raises:
             JaxspecError: drafter, rule, schedule and target do not fit together.
         """
-        if self.drafter == AUTO_DRAFTER:
+        if self.is_auto:
             return self.resolve(target).build(target, **options)
         drafter, draft_params = self.build_drafter(target)
         rule, schedule = make_rule(self.rule), self.schedule

@@ -42,7 +42,7 @@ def describe(
     """
     names = {find("schedule", name): name for name in SCHEDULES}
     schedule = find("schedule", schedule)() if isinstance(schedule, str) else schedule
-    if drafter not in [*DRAFTERS.all_names]:
+    if not isinstance(drafter, str) or drafter not in DRAFTERS.all_names:
         raise InvalidConfig(f"a drafting can be saved if its drafter is a registered name, got {drafter!r:.80}")
     if not isinstance(tree, Topology | None):
         raise InvalidConfig(f"a drafting can be saved if its tree is static, got {tree!r:.80}")

@@ -115,7 +115,7 @@ def rollout(
     """
     if not isinstance(drafting, Drafting):
         raise InvalidConfig(f"drafting must be a jaxspec.Drafting, got {shown(drafting)}")
-    if drafting.drafter == AUTO_DRAFTER:
+    if drafting.is_auto:
         raise InvalidConfig(
             f"the drafter {AUTO_DRAFTER!r} is measured, and a rollout is traced; choose the drafter before, as in "
             f"drafting=jaxspec.tune(target, prompts, drafter={AUTO_DRAFTER!r})"
