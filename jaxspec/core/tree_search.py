@@ -4,7 +4,7 @@ If a node is accepted with the product of the acceptance rates along its path, t
 sum of these products over all nodes (Chen et al. 2024, Sequoia, arXiv:2402.12374, section 3.1). The product of a node
 never exceeds the product of its parent or of its elder sibling, so a greedy search finds the tree of Sequoia's dynamic
 program. With one vector per depth it finds Medusa's calibrated trees (Cai et al. 2024, arXiv:2401.10774, section
-2.3.3). The children of a less likely node are often accepted less, because heads that guess all depths at once do not
+2.3.3). The children of a less likely node may be accepted less, because heads that guess all depths at once do not
 know which node is the parent. With one vector for each rank of the parent, the search knows it. `jaxspec.analysis`
 computes acceptance by rank for known laws, `jaxspec acceptance` measures it for two models; `Stats` has acceptance by
 depth only.
