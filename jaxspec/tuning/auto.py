@@ -58,7 +58,6 @@ SLOWEST = 0.9
 """A drafter with a batch of less than this share of the speed of plain decoding is not chosen."""
 MOST_ROWS = 64
 """The largest number of texts that are decoded at once to compare drafters."""
-
 PRICED_WIDTHS = (4, 16)
 """The widths of the calls that are timed, besides 1: one that mostly reads weights, and one that mostly multiplies."""
 
@@ -110,8 +109,7 @@ def fastest_drafting(
             "not agree; choose a drafter, or pass the file of 'jaxspec tune' (drafting=...)"
         )
     rows = round_rows(min(rows, MOST_ROWS))
-    if isinstance(asked.heads, (str, os.PathLike)):
-        asked = dataclasses.replace(asked, heads=load_heads(asked.heads, target=target))
+    asked = _load_heads(target, asked)
     name = digest(_describe(target, asked, sampled, rows, mesh))
     file = cache_directory() / FOLDER / f"{name}.json"
     if name not in _FOUND and file.exists():
@@ -160,6 +158,7 @@ def compare_drafters(
     Raises:
         TuningError: all texts are too short to be timed.
     """
+    asked = _load_heads(target, asked)
     price = measure_token_cost(target, prompts, **options)
     draftings = find_draftings(target, asked, price)
     trials = race(target, prompts, draftings, **options)
@@ -310,6 +309,13 @@ def find_draftings(target: Model, asked: Drafting, price: TokenCost | None = Non
             found[name] = drafting
             built.append((drafter, params))
     return found
+
+
+def _load_heads(target: Model, asked: Drafting) -> Drafting:
+    """Returns a drafting whose heads are loaded, if it has the location of heads."""
+    if not isinstance(asked.heads, (str, os.PathLike)):
+        return asked
+    return dataclasses.replace(asked, heads=load_heads(asked.heads, target=target))
 
 
 def _fill_batches(prompts: list[Any], rows: int) -> list[list[Any]]:
