@@ -60,7 +60,7 @@ class HeadTrainee(Trainee):
             if isinstance(lm, TransformerLM):
                 params["norm"] = jnp.asarray(target.params["norm"], jnp.float32)
         params |= {name: jnp.zeros_like(params[name]) for name in ZERO_PARAMS if name in params}
-        return {name: value for name, value in params.items() if name != "tokens"}
+        return without_ids(params)
 
     def result(
         self, params: Params, ids: Int[Array | np.ndarray, "R"] | None, name: str, start: Any = None
@@ -82,6 +82,11 @@ class HeadTrainee(Trainee):
 def with_ids(params: Params, ids: Int[Array | np.ndarray, "R"] | None) -> Params:
     """Returns the parameters of heads with the ids of a reduced vocabulary. `ids` is None for the whole vocabulary."""
     return params if ids is None else params | {"tokens": ids}
+
+
+def without_ids(params: Params) -> Params:
+    """Returns the parameters of heads that are trained: all but the ids of a reduced vocabulary."""
+    return {name: value for name, value in params.items() if name != "tokens"}
 
 
 def taps_of(config: HeadSizes, lm: LanguageModel) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from jaxspec.train.checkpoints import DamagedCheckpoint
 from jaxspec.train.dataset import Data, prepare_data
 from jaxspec.train.features import FeatureReader
 from jaxspec.train.files import digest_of, fingerprint
-from jaxspec.train.head_trainee import HeadTrainee
+from jaxspec.train.head_trainee import HeadTrainee, without_ids
 from jaxspec.train.identity import TargetIdentity, describe_start
 from jaxspec.train.log import Watch
 from jaxspec.train.loop import Loop, LoopSetup
@@ -242,8 +242,7 @@ def _begin(run: _Run, used: Data) -> TrainState:
         assert isinstance(run.trainee, HeadTrainee), "a draft model is trained from a start"
         heads = run.trainee.init_params(run.target, used.ids)
     else:
-        kept = {name: value for name, value in run.start.params.items() if name != "tokens"}
-        heads = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), kept)
+        heads = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), without_ids(run.start.params))
     trained = run.target.params if run.settings.trains_target else None
     return init_state(run.settings, run.trainee, Trainable(heads, trained))
 

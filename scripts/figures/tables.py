@@ -618,6 +618,20 @@ def history(values: Values) -> str:
     return table([*headings, "same text as plain"], rows)
 
 
+def refresh(values: Values) -> str:
+    rows = []
+    for way, entry in values["ways"].items():
+        cost = f"{entry['refreshes']}, {entry['refresh_of_a_draw']:.2f} draws each" if entry["refreshes"] else "none"
+        rows.append([way, *(f"{rate:.2f}" for rate in entry["tokens_per_round"]), between(entry["times_plain"]), cost,
+                     f"{entry['same_texts']} of {values['steps'] * values['samples']}"])  # fmt: skip
+    rows[0][0] = "no heads"
+    size = values["steps"] // len(values["rewards"])
+    parts = [f"steps {i * size + 1} to {(i + 1) * size}" for i in range(len(values["rewards"]))]
+    rewards = ["share of tokens with a digit", *(share(reward) for reward in values["rewards"]), "", "", ""]
+    headings = ["heads are refreshed", *parts, "speed-up of a draw", "refreshes", "same text as plain"]
+    return table(headings, [*rows, rewards])
+
+
 def siblings(values: Values) -> str:
     last = values["parents"]
     parents = [*map(str, range(1, last)), f"{last} or more"]
@@ -693,7 +707,7 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "siblings": siblings,
     "compare-rules": compare_rules, "pair": pair, "schedules": schedules, "tpu": tpu, "gpu": gpu, "gtest": gtest,
     "mutants": mutants, "llama-cpp": llama_cpp, "heads": heads, "first-token": first_token, "rollout": rollout,
-    "history": history, "quantized-cache": quantized_cache, "harness": harness,
+    "history": history, "refresh": refresh, "quantized-cache": quantized_cache, "harness": harness,
     "bridges": bridges, "torch-step": torch_step, "replay": replay, "vllm": vllm, "rounds": rounds, "texts": texts,
     "products": products, "text-bits": text_bits, "training-steps": training_steps,
     "training-scale": training_scale, "training-memory": training_memory,

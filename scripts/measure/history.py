@@ -59,13 +59,17 @@ def drawer(model: jaxspec.Model, way: str, given: argparse.Namespace) -> Callabl
     return draw
 
 
-def trainer(model: jaxspec.Model, optimizer: optax.GradientTransformation) -> Callable:
-    """Returns a jitted function that updates a policy by the samples of one prompt, which should be short."""
+def trainer(
+    model: jaxspec.Model,
+    optimizer: optax.GradientTransformation,
+    reward: Callable[[jaxspec.Rollout], jax.Array],
+) -> Callable:
+    """Returns a jitted function that updates a policy by the samples of one prompt; `reward` returns one per sample."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params: Any, state: Any, rollout: jaxspec.Rollout) -> tuple:
-        reward = -rollout.drawn.sum(1).astype(jnp.float32)
-        gain = ((reward - reward.mean()) / (reward.std() + 1e-4))[:, None]
+        rewards = reward(rollout)
+        gain = ((rewards - rewards.mean()) / (rewards.std() + 1e-4))[:, None]
 
         def loss(params: Any) -> jax.Array:
             own = jaxspec.log_probs(dataclasses.replace(model, params=params), rollout)
@@ -86,7 +90,9 @@ def run(model: jaxspec.Model, given: argparse.Namespace) -> dict[str, Any]:
     tokens, count = pad_prompts(ids, max(map(len, ids)))
     optimizer = optax.adam(given.learning_rate)
     params = jax.tree.map(jnp.copy, model.params)
-    state, update = optimizer.init(params), trainer(model, optimizer)
+    # Texts should be short.
+    update = trainer(model, optimizer, lambda rollout: -rollout.drawn.sum(1).astype(jnp.float32))
+    state = optimizer.init(params)
     draws = {way: drawer(model, way, given) for way in WAYS}
     history = jaxspec.History.empty(len(ids), given.size)
     for draw in draws.values():  # compiles

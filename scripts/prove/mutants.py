@@ -1079,6 +1079,22 @@ MUTANTS = (
         ("tests/train/test_ranks.py::test_trees_know_the_rank_of_the_parent",),
     ),
     Mutant(
+        "online-heads-forget-the-drafted-tokens",
+        "heads of a reduced vocabulary learn the rows of other tokens",
+        "train/online.py",
+        "freeze(self.trainee, lm, params, self._ids, laws",
+        "freeze(self.trainee, lm, params, None, laws",
+        ("tests/train/test_online.py::test_the_loss_of_a_reduced_vocabulary",),
+    ),
+    Mutant(
+        "online-heads-forget-the-start",
+        "training from heads starts with new heads of the same sizes",
+        "train/online.py",
+        "if self.start is None else without_ids(self.start.params)",
+        "if self.start is None or self._ids is None else without_ids(self.start.params)",
+        ("tests/train/test_online.py::test_heads_to_start_from_are_loaded_from_a_folder",),
+    ),
+    Mutant(
         "auto-takes-what-is-slower-on-a-prompt",
         "a drafter is chosen that slows one of the prompts down",
         "tuning/auto.py",
