@@ -1079,14 +1079,6 @@ MUTANTS = (
         ("tests/train/test_ranks.py::test_trees_know_the_rank_of_the_parent",),
     ),
     Mutant(
-        "online-heads-forget-the-drafted-tokens",
-        "heads of a reduced vocabulary learn the rows of other tokens",
-        "train/online.py",
-        "freeze(self.trainee, lm, params, self._ids, laws",
-        "freeze(self.trainee, lm, params, None, laws",
-        ("tests/train/test_online.py::test_the_loss_of_a_reduced_vocabulary",),
-    ),
-    Mutant(
         "online-heads-forget-the-start",
         "training from heads starts with new heads of the same sizes",
         "train/online.py",
