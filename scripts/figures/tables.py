@@ -521,6 +521,15 @@ def gpu_layers(values: Values) -> str:
     return table(headings, rows)
 
 
+def compile_exact(values: Values) -> str:
+    rows = []
+    for line in values["lines"]:
+        seconds = line["seconds"]
+        ratio = seconds["fixed order"] / seconds["XLA"]
+        rows.append([line["chip"], f"{seconds['XLA']:g}", f"{seconds['fixed order']:g}", f"{ratio:.2f}"])
+    return table(["chip", f"{values['layers']} layers in XLA's form, s", "fixed-order kernels, s", "quotient"], rows)
+
+
 def tpu_layers(values: Values) -> str:
     rows = [
         [line["chip"], line["dtype"], str(line["rows"]), str(line["kernels_of_a_layer"]),
@@ -582,7 +591,7 @@ def heads(values: Values) -> str:
 
 
 def torch_step(values: Values) -> str:
-    kind = {"medusa": "Medusa heads", "eagle3": "EAGLE-3 head"}[values["kind"]]
+    kind = {"medusa": "Medusa heads", "eagle3": "EAGLE-3 head", "jetspec": "JetSpec head"}[values["kind"]]
     row = [f"{kind}, {values['heads']} tokens deep, {values['drafted']} of {values['vocab']} tokens",
            f"{values['rows']} x {values['tokens']}", *(f"{values['ms'][name]:.0f}" for name in ("jaxspec", "torch")),
            f"{values['ratio']:.2f}"]  # fmt: skip
@@ -713,5 +722,5 @@ RENDERERS: dict[str, Callable[[Values], str]] = {
     "training-scale": training_scale, "training-memory": training_memory,
     "train-minutes": train_minutes, "expert-forms": expert_forms, "watermark": watermark,
     "product-shapes": product_shapes, "gpu-layers": gpu_layers, "tpu-layers": tpu_layers,
-    "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
+    "compile-exact": compile_exact, "gpu-mesh-layers": mesh_layers, "tpu-mesh-layers": mesh_layers,
 }  # fmt: skip

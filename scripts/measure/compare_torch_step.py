@@ -1,16 +1,19 @@
 """Compares the time of a training step in jaxspec and in plain torch, alternating in one process.
 
-    python scripts/measure/compare_torch_step.py [medusa|eagle3] [--rows 4] [--tokens 256] [--vocab 49152]
-        [--drafted 49152] [--repeats 7] [--json OUT] [--record ID]
+    python scripts/measure/compare_torch_step.py [medusa|eagle3|jetspec] [--rows 4] [--tokens 256] [--vocab 49152]
+        [--drafted 49152] [--heads 4] [--repeats 7] [--json OUT] [--record ID]
 
-Both train the same heads on the same random features in float32, with a shared and frozen projection, weights of
-0.8^i, clipping and AdamW: four Medusa heads of one block with cross-entropy, or an EAGLE-3 head (with the norms of
-EAGLE-3.1, and four steps of training-time test) with the KL divergence. The losses of every step must agree. Needs
-`torch`.
+Both train the same heads on the same random features in float32, with a shared and frozen projection, clipping and
+AdamW: four Medusa heads of one block with cross-entropy, an EAGLE-3 head (with the norms of EAGLE-3.1, and four steps
+of training-time test) with the KL divergence, or a JetSpec head of three layers with the KL divergence, which guesses
+four tokens from each of 64 positions of a row. The tokens of Medusa and EAGLE-3 have the weights 0.8^i. torch
+computes the target's distributions once, before the steps; jaxspec computes them in every step. The losses of every
+step must agree. Needs `torch`.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -23,18 +26,23 @@ import torch  # pyright: ignore[reportMissingImports]
 
 from jaxspec.bench.measurements import add_record, round_significant, write_record
 from jaxspec.heads import eagle
+from jaxspec.heads.dflash_config import DFlashConfig
 from jaxspec.heads.medusa_config import HeadsConfig
 from jaxspec.heads.network import init_params
 from jaxspec.models.config import ModelConfig
 from jaxspec.train import losses
+from jaxspec.train.batch import draw_anchors
+from jaxspec.train.dflash import DFlashTrainee
 from jaxspec.train.eagle import EagleTrainee
 from jaxspec.train.medusa import MedusaTrainee
 from jaxspec.train.medusa_settings import MedusaSettings
 from jaxspec.train.settings import TrainSettings
 from jaxspec.train.step import Trainable, init_state, train_step
-from jaxspec.train.trainee import Trainee
+from jaxspec.train.trainee import BlockTraining, Trainee
 
 TAPS = (2, 15, 27)
+BLOCKS = 64
+"""The number of positions of a row that a JetSpec head guesses from."""
 
 
 class Head(torch.nn.Module):
@@ -48,24 +56,34 @@ class Head(torch.nn.Module):
         return x + torch.nn.functional.silu(self.linear(x))
 
 
-class Eagle(torch.nn.Module):
-    """An EAGLE-3.1 head of one layer, which reads its own states in the steps after the first."""
+class Layers(torch.nn.Module):
+    """The parameters of a head with decoder layers, named as in jaxspec, and what its layers share."""
 
-    def __init__(self, config: eagle.EagleConfig, params: dict[str, Any]):
+    def __init__(self, config: Any, params: dict[str, Any]):
         super().__init__()
-        flat = {".".join(str(k.key) for k in path): a for path, a in jax.tree_util.tree_leaves_with_path(params)}
-        names = {name: name.replace(".", "_") for name in flat}
-        self.config = config.decoder
-        for name, a in flat.items():
-            self.register_parameter(names[name], torch.nn.Parameter(torch.from_numpy(np.array(a))))
+        self.sizes, self.config = config, config.decoder
+        for path, a in jax.tree_util.tree_leaves_with_path(params):
+            name = "_".join(str(k.key) for k in path).replace(".", "_")
+            self.register_parameter(name, torch.nn.Parameter(torch.from_numpy(np.array(a))))
 
     def rms(self, x, scale):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], scale, self.config.norm_eps)
 
     def turn(self, x, positions):
-        angles = positions[:, None] * torch.from_numpy(np.array(self.config.rope.frequencies(x.shape[-1])))
+        angles = positions[..., None] * torch.from_numpy(np.array(self.config.rope.frequencies(x.shape[-1])))
         cos, sin, (low, high) = torch.cos(angles), torch.sin(angles), x.chunk(2, -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+    def mlp(self, x, layer: int):
+        gate, up = (self.rms(x, self.of(layer, "mlp_norm")) @ self.of(layer, "gate_up")).chunk(2, -1)
+        return x + (torch.nn.functional.silu(gate) * up) @ self.of(layer, "down")
+
+    def of(self, layer: int, name: str):
+        return getattr(self, f"layers_{layer}_{name}")
+
+
+class Eagle(Layers):
+    """An EAGLE-3.1 head of one layer, which reads its own states in the steps after the first."""
 
     def forward(self, taps, embed, tokens, table, steps: int):
         """Returns the logits of each step."""
@@ -89,11 +107,77 @@ class Eagle(torch.nn.Module):
             mixed = weights[..., :size] @ kept[0][1]
             mixed = mixed + sum(weights[..., size + i, None] * v for i, (_, v) in enumerate(kept[1:]))
             x = states + mixed.transpose(1, 2).reshape(batch, size, -1) @ self.layers_0_out
-            gate, up = (self.rms(x, self.layers_0_mlp_norm) @ self.layers_0_gate_up).chunk(2, -1)
-            x = x + (torch.nn.functional.silu(gate) * up) @ self.layers_0_down
-            states = self.rms(x, self.norm)
+            states = self.rms(self.mlp(x, 0), self.norm)
             logits.append(states @ table.T)
         return logits
+
+
+class Block(Layers):
+    """A JetSpec head, whose rows read the text before their block and the rows of the block up to their own."""
+
+    def split(self, read, layer: int, positions):
+        """Returns rotated queries, rotated keys and values, `[B, H, N, K]`."""
+        c = self.config
+        heads = (read @ self.of(layer, "qkv")).view(*read.shape[:2], -1, c.head_dim).transpose(1, 2)
+        queries, keys, values = heads.split([c.num_heads, c.num_kv_heads, c.num_kv_heads], 1)
+        queries, keys = self.rms(queries, self.of(layer, "q_norm")), self.rms(keys, self.of(layer, "k_norm"))
+        groups = c.num_heads // c.num_kv_heads
+        entries = (self.turn(keys, positions[:, None]), values)
+        return self.turn(queries, positions[:, None]), *(a.repeat_interleave(groups, 1) for a in entries)
+
+    def forward(self, taps, embed, tokens, anchors):
+        """Returns the states of the rows of the blocks at the anchors, `[B, A, b, E]`."""
+        (batch, size), block, count = tokens.shape, self.sizes.block_size, anchors.shape[1]
+        context = self.rms(taps @ self.fc, self.hidden_norm)
+        root = tokens.gather(1, anchors + 1)
+        ids = torch.full((batch, count, block), self.sizes.mask_token)
+        ids[..., 0] = root
+        x = embed[ids].view(batch, count * block, -1)
+        positions = (anchors[..., None] + 1 + torch.arange(block)).view(batch, -1)
+        text = torch.arange(size).expand(batch, size)
+        far = text[:, None] <= anchors.repeat_interleave(block, 1)[..., None]
+        place = torch.arange(count * block)
+        near = (place[:, None] // block == place // block) & (place[:, None] >= place)
+        sees = torch.cat([far, near.expand(batch, -1, -1)], -1)[:, None]
+        for layer in range(self.config.num_layers):
+            _, *seen = self.split(context, layer, text)
+            queries, *own = self.split(self.rms(x, self.of(layer, "attn_norm")), layer, positions)
+            keys, values = (torch.cat(pair, 2) for pair in zip(seen, own))
+            mixed = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, sees)
+            x = x + mixed.transpose(1, 2).reshape(batch, count * block, -1) @ self.of(layer, "out")
+            x = self.mlp(x, layer)
+        return self.rms(x, self.norm).view(batch, count, block, -1)
+
+
+def torch_jetspec(features, tokens, table, drafted: int, trainee: DFlashTrainee, params: Any, settings: TrainSettings):
+    """Returns the parameters in torch, and a function that returns the loss of a step as the only part."""
+    head, width = Block(trainee.config, params), trainee.config.hidden_size
+    embed, texts, features = torch.from_numpy(table), torch.from_numpy(tokens).long(), torch.from_numpy(features)
+    law = (features[..., :width] @ embed[:drafted].T).log_softmax(-1)
+    ones, size = jnp.ones_like(jnp.asarray(tokens)), tokens.shape[1]
+    batch, blocks = (
+        losses.Batch(jnp.asarray(tokens), ones, ones.astype(bool), jnp.asarray(features.numpy())),
+        trainee.blocks,
+    )
+    assert blocks is not None
+    step = 0
+
+    def compute():
+        nonlocal step
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed), step), (1, len(tokens)))[0]
+        anchors = torch.from_numpy(np.array(draw_anchors(batch._replace(key=keys), blocks.anchors))).long()
+        step += 1
+        states = head(features[..., width:], embed, texts, anchors)
+        total, count = torch.zeros(()), 0
+        for i in range(trainee.drafted):
+            there = anchors + 2 + i < size
+            rows, at = there.nonzero(as_tuple=True)
+            known = law[rows, anchors[rows, at] + 1 + i]
+            guess = (states[rows, at, i + trainee.config.skipped] @ embed[:drafted].T).log_softmax(-1)
+            total, count = total + (known.exp() * (known - guess)).sum(), count + len(rows)
+        yield total / count
+
+    return list(head.parameters()), compute
 
 
 def torch_medusa(features, tokens, table, drafted: int, trainee: MedusaTrainee, params: Any):
@@ -162,13 +246,22 @@ def jax_stepper(features, tokens, table, drafted: int, trainee: Trainee, params:
 
 def make_steppers(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the steps of both, by name."""
-    rng, eagle3 = np.random.default_rng(0), args.kind == "eagle3"
-    features = rng.normal(size=(args.rows, args.tokens, args.width * (1 + len(TAPS) * eagle3))).astype(np.float32)
+    rng, eagle3, tapped = np.random.default_rng(0), args.kind == "eagle3", args.kind != "medusa"
+    features = rng.normal(size=(args.rows, args.tokens, args.width * (1 + len(TAPS) * tapped))).astype(np.float32)
     table = (rng.normal(size=(args.vocab, args.width)) * args.width**-0.5).astype(np.float32)
     tokens = rng.integers(0, args.drafted, (args.rows, args.tokens)).astype(np.int32)
-    loss = "kl" if eagle3 else "ce"
+    loss = "kl" if tapped else "ce"
     settings = MedusaSettings(warmup=0, steps=10**6, batch=args.rows, loss=loss, learning_rate=1e-3)
-    if eagle3:  # sizes of SmolLM2-135M's layers
+    if args.kind == "jetspec":
+        wide, layers = args.width * 8 // 3, len(TAPS)
+        decoder = ModelConfig(
+            args.vocab, args.width, wide, layers, args.width // 64, args.width // 192, 64, qk_norm=True
+        )
+        config = DFlashConfig(decoder, args.heads + 1, mask_token=0, causal=(True,) * layers, taps=TAPS)
+        trainee = DFlashTrainee.of(config, BlockTraining(min(BLOCKS, args.tokens), math.inf))
+        params = init_params(config, key=jax.random.key(0))
+        parameters = torch_jetspec(features, tokens, table, args.drafted, trainee, params, settings)
+    elif eagle3:  # sizes of SmolLM2-135M's layers
         decoder = ModelConfig(args.vocab, args.width, args.width * 8 // 3, 1, args.width // 64, args.width // 192, 64)
         config = eagle.EagleConfig(decoder, taps=TAPS, fc_norm=True, norm_output=True)
         trainee, params = EagleTrainee.of(config, args.heads), init_params(config, key=jax.random.key(0))
@@ -185,7 +278,7 @@ def make_steppers(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", nargs="?", choices=("medusa", "eagle3"), default="medusa")
+    parser.add_argument("kind", nargs="?", choices=("medusa", "eagle3", "jetspec"), default="medusa")
     sizes = {"rows": 4, "tokens": 256, "width": 576, "vocab": 49152, "drafted": 49152, "heads": 4, "repeats": 7}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
