@@ -285,6 +285,8 @@ def main() -> int:
     parser.add_argument("--json")
     add_record(parser.add_argument)
     args = parser.parse_args()
+    if args.kind == "medusa" and args.drafted != args.vocab:
+        parser.error(f"--drafted must be --vocab ({args.vocab}) for Medusa heads, got {args.drafted}")
     steppers = make_steppers(args)
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     values: dict[str, list[float]] = {name: [] for name in steppers}
