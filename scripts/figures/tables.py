@@ -636,6 +636,7 @@ def refresh(values: Values) -> str:
     rows[0][0] = "no heads"
     size = values["steps"] // len(values["rewards"])
     parts = [f"steps {i * size + 1} to {(i + 1) * size}" for i in range(len(values["rewards"]))]
+    parts[0] = f"tokens per round, {parts[0]}"
     rewards = ["share of tokens with a digit", *(share(reward) for reward in values["rewards"]), "", "", ""]
     headings = ["heads are refreshed", *parts, "speed-up of a draw", "refreshes", "same text as plain"]
     return table(headings, [*rows, rewards])
