@@ -83,24 +83,29 @@ def trainer(
     return update
 
 
-def run(model: jaxspec.Model, given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of every way, by epoch."""
+def read_prompts(model: jaxspec.Model, given: argparse.Namespace) -> tuple[Any, Any]:
+    """Returns the prompts of a task in the chat template, padded, and their lengths."""
     questions = [str(q.turns[0]) for q in tasks.load_task(given.task, given.prompts).questions]
     ids = [model.encode_chat([{"role": "user", "content": text}]) for text in questions]
-    tokens, count = pad_prompts(ids, max(map(len, ids)))
+    return pad_prompts(ids, max(map(len, ids)))
+
+
+def run(model: jaxspec.Model, given: argparse.Namespace) -> dict[str, Any]:
+    """Returns the figures of every way, by epoch."""
+    tokens, count = read_prompts(model, given)
     optimizer = optax.adam(given.learning_rate)
     params = jax.tree.map(jnp.copy, model.params)
     # Texts should be short.
     update = trainer(model, optimizer, lambda rollout: -rollout.drawn.sum(1).astype(jnp.float32))
     state = optimizer.init(params)
     draws = {way: drawer(model, way, given) for way in WAYS}
-    history = jaxspec.History.empty(len(ids), given.size)
+    history = jaxspec.History.empty(len(count), given.size)
     for draw in draws.values():  # compiles
         jax.block_until_ready(draw(params, tokens[:1], count[:1], jax.random.key(0), history.of(jnp.array([0]))))
     names = ("seconds", "tokens", "rounds", "same")
     found = [{way: {name: [] for name in names} for way in WAYS} for _ in range(EPOCHS)]
-    for step in range(EPOCHS * len(ids)):
-        epoch, prompt = divmod(step, len(ids))
+    for step in range(EPOCHS * len(count)):
+        epoch, prompt = divmod(step, len(count))
         part, key, plain = history.of(jnp.array([prompt])), jax.random.fold_in(jax.random.key(1), step), None
         for way, draw in draws.items():
             start = time.perf_counter()

@@ -23,10 +23,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxspec
-from jaxspec.bench import tasks
 from jaxspec.bench.measurements import add_record, quartiles, round_significant, write_record
-from jaxspec.generation.inputs import pad_prompts
-from scripts.measure.history import trainer
+from scripts.measure.history import read_prompts, trainer
 
 MODEL = "smollm2-135m-instruct"
 PHASES = 4
@@ -94,9 +92,7 @@ def drawer(model: jaxspec.Model, online: jaxspec.OnlineHeads, given: argparse.Na
 
 def run(model: jaxspec.Model, given: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of every way, by phase of the run."""
-    questions = [str(q.turns[0]) for q in tasks.load_task(given.task, given.prompts).questions]
-    ids = [model.encode_chat([{"role": "user", "content": text}]) for text in questions]
-    tokens, count = pad_prompts(ids, max(map(len, ids)))
+    tokens, count = read_prompts(model, given)
     optimizer = optax.adam(given.learning_rate)
     params = jax.tree.map(jnp.copy, model.params)
     digits = digit_reward(model)
@@ -121,7 +117,7 @@ def run(model: jaxspec.Model, given: argparse.Namespace) -> dict[str, Any]:
     jax.block_until_ready(follow(params, online.init(model), rollout))
     rewards = []
     for step in range(given.steps):
-        prompt, key = step % len(ids), jax.random.fold_in(jax.random.key(1), step)
+        prompt, key = step % len(count), jax.random.fold_in(jax.random.key(1), step)
         plain = None
         for way in ways.values():
             start = time.perf_counter()
