@@ -30,7 +30,7 @@ class OnlineHeads:
         trainee: the heads.
         settings: the settings. Only the loss, the optimiser and the mesh are used.
         placement: the places of the heads and the rows on several devices; None for one device.
-        start: the heads that training starts from; None for new heads.
+        start: the heads that training starts from, compared by identity; None for new heads.
     """
 
     trainee: HeadTrainee

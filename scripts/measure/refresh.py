@@ -58,7 +58,7 @@ class Way:
 
 def is_stale(rates: list[float], refreshed: list[bool]) -> bool:
     """Returns whether to refresh heads: a burst of steps when their tokens per round have fallen."""
-    if any(refreshed[-BURST + 1 :]) and not all(refreshed[-BURST:]):
+    if refreshed and refreshed[-1] and not all(refreshed[-BURST:]):
         return True  # in the middle of a burst
     last = max((step for step, flag in enumerate(refreshed) if flag), default=-1)
     since = rates[last + 1 :]
