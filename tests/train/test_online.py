@@ -165,7 +165,7 @@ def test_the_loss_of_a_reduced_vocabulary():
     tokens, mask = np.asarray(rollout.tokens), np.arange(rollout.tokens.shape[1]) < np.asarray(rollout.length)[:, None]
     features = compute_features(LM, PARAMS, rollout.tokens, jnp.asarray(mask, jnp.int32))
     rows = LM.unembedding(PARAMS)[ids].astype(jnp.float32)
-    frozen = FrozenTarget(rows, None, LM.embedding(PARAMS), None, jnp.asarray(ids))
+    frozen = FrozenTarget(rows, None, jnp.asarray(PARAMS["embed"]), None, jnp.asarray(ids))
     batch = Batch(rollout.tokens, jnp.asarray(mask, jnp.int32), jnp.asarray(mask), features)
     new, expected = mask & (np.arange(tokens.shape[1]) >= np.asarray(rollout.start)[:, None]), 0.0
     for head, logits in enumerate(online.trainee.unroll_logits(state.params.heads, frozen, batch)):
