@@ -166,7 +166,7 @@ def headline(records: Sequence[Measurement]) -> str:
     if not rows:
         return "Not measured on this version yet.\n"
     used = [found[name] for name in dict.fromkeys(name for _, name, _ in HEADLINE) if name in found]
-    measured = "".join(f"- {line}\n" for line in origins(used))
+    measured = "".join(f"- {line} {MEDIANS}\n" for line in origins(used))
     return table(["SmolLM2-135M-Instruct", "result", "record"], rows) + "\n" + folded("How it was measured", measured)
 
 
@@ -190,9 +190,37 @@ def alternatives(records: Sequence[Measurement]) -> str:
         methods = record.values["runs"][0]["methods"]
         cells = [f"{methods[name]['tokens_per_s']:.0f}" if name in methods else "" for name in columns]
         rows.append([COMPARED[record.id], record.instruction_set, *cells])
-    measured = "".join(f"- {line}\n" for line in origins(used))
+    measured = "".join(f"- {line} {MEDIANS}\n" for line in origins(used))
     return table(["tokens/s", "processor", *columns.values()], rows) + "\n" + folded("How it was measured", measured)
 
+
+def fastest(records: Sequence[Measurement]) -> str:
+    """Returns a table of the fastest drafter for each kind of text, by processor and dtype, beside `auto`."""
+    used = [record for record in records if record.id.startswith(AUTO)]
+    if not used:
+        return "Not measured on this version yet.\n"
+    tasks = list(dict.fromkeys(task for r in used for task in r.values["runs"][0]["methods"]["none"]["tasks"]))
+    rows = []
+    for record in sorted(used, key=lambda record: (record.id, machine(record))):
+        methods = dict(record.values["runs"][0]["methods"])
+        auto = methods.pop("auto")
+
+        def cell(speedups: Values) -> str:
+            best = max(speedups, key=speedups.__getitem__)
+            return "plain decoding" if best == "none" else f"`{best}` {speedups[best]:.2f}"
+
+        cells = [cell({name: entry["tasks"][task]["times_plain"] for name, entry in methods.items()}) for task in tasks]
+        everything = cell({name: entry["times_plain"] for name, entry in methods.items()})
+        processor = f"{record.machine['cpu']}, {record.instruction_set}"
+        rows.append([processor, record.id.removeprefix(AUTO), *cells, everything, f"{auto['times_plain']:.2f}"])
+    measured = "".join(f"- {line}\n" for line in origins(used))
+    headings = ["processor", "dtype", *tasks, "all prompts", "`auto`"]
+    return table(headings, rows) + "\n" + folded("How it was measured", measured)
+
+
+MEDIANS = "Medians, quartiles in brackets."
+AUTO = "auto-"
+"""What the ids of the records begin with that compare all drafters of SmolLM2-135M in a dtype."""
 
 COMPARED = {
     "peers": "SmolLM2-135M, float32",
@@ -210,12 +238,13 @@ def origins(records: Sequence[Measurement]) -> Iterator[str]:
         versions = "; ".join(sorted({f"Python {r.versions['python']}, JAX {r.versions['jax']}" for r in own}))
         dates = sorted({record.date for record in own})
         dates = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-        yield f"{name}; {versions}; {dates}. Medians, quartiles in brackets."
+        yield f"{name}; {versions}; {dates}."
 
 
 COMPOSED: dict[str, Callable[[Sequence[Measurement]], str]] = {
     "headline": headline,
     "results": results,
     "alternatives": alternatives,
+    "fastest": fastest,
 }
 """The blocks that take figures from several records."""

@@ -4,9 +4,9 @@
     python -m scripts.prove.harness --record harness
 
 Runs three tasks that need no network on SmolLM2-135M-Instruct: sums in words (a text until a line break), the same sums
-with four answers to choose from (log-likelihoods), and short texts (rolling log-likelihoods). Exit status 1 if a
-drafter changes the answer to any sample, or if a log-likelihood differs by more than 1e-4 from that of the transformers
-backend with the same weights.
+with four answers to choose from (log-likelihoods), and short texts (rolling log-likelihoods). The transformers backend
+runs with the same weights in float32 and in float64. Exit status 1 if a drafter changes the answer to any sample, or if
+a log-likelihood differs by more than 1e-4 from that of float64, and by more than that of transformers in float32 does.
 """
 
 import argparse
@@ -49,6 +49,8 @@ TASKS = {
         "metric_list": [{"metric": "word_perplexity"}],
     },
 }
+SCORED = ["jaxspec_choices", "jaxspec_texts"]
+"""The tasks with log-likelihoods."""
 
 
 def questions(count: int) -> list[dict[str, Any]]:
@@ -97,7 +99,12 @@ def log_likelihoods(answers: dict[str, list[Any]]) -> list[float]:
             return [number for each in value for number in numbers(each)]
         return [float(value)] if isinstance(value, float) and not isinstance(value, bool) else []
 
-    return [number for task in ("jaxspec_choices", "jaxspec_texts") for number in numbers(answers[task][:-1])]
+    return [number for task in SCORED for number in numbers(answers[task][:-1])]
+
+
+def gap(ours: dict[str, list[Any]], theirs: dict[str, list[Any]]) -> float:
+    """Returns the largest difference of two runs' log-likelihoods."""
+    return max(abs(a - b) for a, b in zip(log_likelihoods(ours), log_likelihoods(theirs), strict=True))
 
 
 def main() -> int:
@@ -118,24 +125,25 @@ def main() -> int:
             arguments = {"target": TARGET, "drafter": drafter, "batch_size": 8}
             tasks = list(TASKS) if drafter == DRAFTERS[0] else ["jaxspec_sums"]
             runs[drafter] = run(folder, "jaxspec", arguments, tasks)
-        print("transformers ...", flush=True)
         file = pathlib.Path(fetch_preset(TARGET))
-        arguments = {"pretrained": str(file.parent), "gguf_file": file.name, "dtype": "float32", "batch_size": 8}
-        theirs = run(folder, "hf", arguments | {"device": "cpu"}, list(TASKS))
+        arguments = {"pretrained": str(file.parent), "gguf_file": file.name, "batch_size": 8, "device": "cpu"}
+        print("transformers ...", flush=True)
+        theirs = run(folder, "hf", arguments | {"dtype": "float32"}, list(TASKS))
+        exact = run(folder, "hf", arguments | {"dtype": "float64"}, SCORED)
     plain = runs[DRAFTERS[0]]
     different = {
         drafter: sum(a != b for a, b in zip(plain["jaxspec_sums"][:-1], other["jaxspec_sums"][:-1], strict=True))
         for drafter, other in runs.items()
         if drafter != DRAFTERS[0]
     }
-    ours, other = log_likelihoods(plain), log_likelihoods(theirs)
-    gap = max(abs(a - b) for a, b in zip(ours, other, strict=True))
+    errors = {"jaxspec": gap(plain, exact), "transformers": gap(theirs, exact)}
     same_text = sum(a == b for a, b in zip(plain["jaxspec_sums"][:-1], theirs["jaxspec_sums"][:-1], strict=True))
     rows = {
         "samples": args.samples,
         "texts that a drafter changed": different,
-        "log-likelihoods": len(ours),
-        "largest difference from transformers": round_significant(gap),
+        "log-likelihoods": len(log_likelihoods(plain)),
+        "largest difference from transformers": round_significant(gap(plain, theirs)),
+        "largest difference from float64": {name: round_significant(error) for name, error in errors.items()},
         "texts equal to those of transformers": same_text,
         "scores": {task: plain[task][-1] for task in TASKS},
         "scores of transformers": {task: theirs[task][-1] for task in TASKS},
@@ -144,7 +152,7 @@ def main() -> int:
     if args.record:
         versions = {name: importlib.metadata.version(name) for name in ("lm-eval", "transformers", "torch")}
         print(write_record(args.record, "harness", sys.argv, rows, versions))
-    return int(any(different.values()) or gap > TOLERANCE)
+    return int(any(different.values()) or errors["jaxspec"] > max(TOLERANCE, errors["transformers"]))
 
 
 if __name__ == "__main__":

@@ -83,10 +83,23 @@ def test_every_headline_has_its_record_or_is_left_out():
 def test_a_block_of_several_records_has_a_line_for_each(name):
     assert pages.block(name, []) == "Not measured on this version yet.\n"
     ids = {"headline": [name for _, name, _ in pages.HEADLINE], "results": [name for name, _ in pages.RESULTS],
-           "alternatives": [*pages.COMPARED]}[name]  # fmt: skip
+           "alternatives": [*pages.COMPARED],
+           "fastest": [one.id for one in RECORDS if one.id.startswith(pages.AUTO)]}[name]  # fmt: skip
     for one in RECORDS:
         assert ("Not measured" in pages.block(name, [one])) == (one.id not in ids)
     assert "Not measured" not in pages.block(name, RECORDS)
+
+
+def test_the_table_of_the_fastest_names_the_fastest_drafter_of_each_task():
+    """Plain decoding counts, and the choice of `auto` does not."""
+    speeds = {"none": (1.0, 1.0), "auto": (3.0, 3.0), "medusa": (0.9, 1.4), "eagle": (0.8, 1.5)}
+    methods = {
+        name: {"times_plain": first, "tasks": {"one": {"times_plain": first}, "two": {"times_plain": second}}}
+        for name, (first, second) in speeds.items()
+    }
+    record = made_up(id="auto-int8", kind="bench", values={"runs": [{"methods": methods}]})
+    row = pages.fastest([record]).splitlines()[2].split(" | ")
+    assert row[1:] == ["int8", "plain decoding", "`eagle` 1.50", "plain decoding", "3.00 |"]
 
 
 def test_the_newest_record_of_an_id_is_taken():
