@@ -664,7 +664,9 @@ def harness(values: Values) -> str:
     rows = [
         ["answers that a drafter changed", f"{changed}, of {values['samples']}"],
         ["log-likelihoods compared with the transformers backend", str(values["log-likelihoods"])],
-        ["largest difference", f"{values['largest difference from transformers']:.1g}"],
+        ["largest difference from it in float32", f"{values['largest difference from transformers']:.2g}"],
+        ["largest difference from it in float64",
+         ", ".join(f"{name}: {error:.2g}" for name, error in values["largest difference from float64"].items())],
         ["answers equal to those of the transformers backend",
          f"{values['texts equal to those of transformers']} of {values['samples']}"],
     ]  # fmt: skip
