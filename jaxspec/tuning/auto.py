@@ -9,11 +9,12 @@ On a CPU, the time of wider calls is measured first. The drafters that choose th
 """
 
 import dataclasses
+import functools
 import math
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,8 @@ FEWEST_TOKENS = 8
 """A batch of texts with fewer tokens than this, on average, is too short to be timed."""
 REPEATS = 2
 """The number of times that each batch is decoded by each drafter. The fastest counts."""
+CONFIRMED = 3
+"""The number of further times that a batch is decoded by a drafter that seems too slow for it: speeds are noisy."""
 HOPELESS = 0.6
 """A drafter that has less than this share of the fastest drafter's speed so far is not run any further."""
 SLOWEST = 0.9
@@ -227,13 +230,8 @@ def race(
 
     trials, batches = {name: Trial([]) for name in draftings}, _fill_batches(list(prompts), rows)
     for done, batch in enumerate(batches, start=1):
-        least = dict.fromkeys(trials, math.inf)
-        for name in [*trials] * REPEATS:  # take turns
-            timing = decode(name, batch)
-            if timing.tokens < FEWEST_TOKENS * rows:
-                break
-            least[name] = min(least[name], timing.decode_s / timing.tokens)
-        else:
+        least = _time_turns(functools.partial(decode, batch=batch), trials, FEWEST_TOKENS * rows)
+        if least is not None:
             for name, trial in trials.items():
                 trial.speedups.append(least[PLAIN] / least[name])
             trials = _without_hopeless(trials)
@@ -245,6 +243,29 @@ def race(
             "drafter, or measure on prompts with longer answers"
         )
     return trials
+
+
+def _time_turns(decode: Callable[[str], Timing], names: Iterable[str], fewest: int) -> dict[str, float] | None:
+    """Returns the fewest seconds per token of each drafter; None if texts have fewer tokens in all than `fewest`.
+
+    Drafters that seem too slow to be chosen are timed again, together with plain decoding.
+    """
+    least = dict.fromkeys(names, math.inf)
+
+    def take_turns(names: Iterable[str], times: int) -> bool:
+        for name in [*names] * times:
+            timing = decode(name)
+            if timing.tokens < fewest:
+                return False
+            least[name] = min(least[name], timing.decode_s / timing.tokens)
+        return True
+
+    if not take_turns(least, REPEATS):
+        return None
+    slow = [name for name in least if HOPELESS * least[name] <= least[PLAIN] < SLOWEST * least[name]]
+    if slow:
+        take_turns([PLAIN, *slow], CONFIRMED)
+    return least
 
 
 def measure_token_cost(

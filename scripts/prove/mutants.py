@@ -1095,6 +1095,14 @@ MUTANTS = (
         ("tests/tuning/test_auto.py::test_a_drafter_that_slows_a_prompt_down_is_not_chosen",),
     ),
     Mutant(
+        "auto-refuses-what-was-disturbed",
+        "a drafter is refused that was slow on a prompt once, when the machine did other work",
+        "tuning/auto.py",
+        "    if slow:\n        take_turns([PLAIN, *slow], CONFIRMED)\n",
+        "",
+        ("tests/tuning/test_auto.py::test_a_prompt_that_seems_slow_is_timed_again",),
+    ),
+    Mutant(
         "auto-does-not-know-the-price",
         "drafters that copy choose their width by the price of another machine",
         "tuning/auto.py",
