@@ -14,7 +14,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +52,11 @@ TOKENS = 48
 FEWEST_TOKENS = 8
 """A batch of texts with fewer tokens than this, on average, is too short to be timed."""
 REPEATS = 2
-"""The number of times that each batch is decoded by each drafter. The fastest counts."""
+"""The least number of times that each batch is decoded by each drafter. The fastest counts."""
+MOST_REPEATS = 8
+"""The largest number of times that a batch is decoded by a drafter because it takes little time."""
+ENOUGH = 1.0
+"""The seconds per drafter after which a batch is not decoded more often than `REPEATS`."""
 CONFIRMED = 3
 """The number of further times that a batch is decoded by a drafter that seems too slow for it: speeds are noisy."""
 HOPELESS = 0.6
@@ -230,7 +234,7 @@ def race(
 
     trials, batches = {name: Trial([]) for name in draftings}, _fill_batches(list(prompts), rows)
     for done, batch in enumerate(batches, start=1):
-        least = _time_turns(functools.partial(decode, batch=batch), trials, FEWEST_TOKENS * rows)
+        least = _time_batch(functools.partial(decode, batch=batch), [*trials], FEWEST_TOKENS * rows)
         if least is not None:
             for name, trial in trials.items():
                 trial.speedups.append(least[PLAIN] / least[name])
@@ -245,26 +249,32 @@ def race(
     return trials
 
 
-def _time_turns(decode: Callable[[str], Timing], names: Iterable[str], fewest: int) -> dict[str, float] | None:
-    """Returns the fewest seconds per token of each drafter; None if texts have fewer tokens in all than `fewest`.
+def _time_batch(decode: Callable[[str], Timing], names: Sequence[str], fewest: int) -> dict[str, float] | None:
+    """Returns what `_take_turns` returns; drafters that seem too slow are timed again, together with plain decoding."""
+    least = _take_turns(decode, names, fewest)
+    if least is None:
+        return None
+    slow = [name for name in names if HOPELESS * least[name] <= least[PLAIN] < SLOWEST * least[name]]
+    again = _take_turns(decode, [PLAIN, *slow], fewest, CONFIRMED) if slow else None
+    return {name: min(seconds, (again or least).get(name, seconds)) for name, seconds in least.items()}
 
-    Drafters that seem too slow to be chosen are timed again, together with plain decoding.
+
+def _take_turns(
+    decode: Callable[[Any], Timing], names: Sequence[Any], fewest: int, repeats: int = REPEATS
+) -> dict[Any, float] | None:
+    """Returns the fewest seconds per token of each name; None if a text has fewer tokens than `fewest`.
+
+    Short texts of fast models take more turns than `repeats`: their times are noisier, and cost little.
     """
-    least = dict.fromkeys(names, math.inf)
-
-    def take_turns(names: Iterable[str], times: int) -> bool:
-        for name in [*names] * times:
+    least, turns, spent = dict.fromkeys(names, math.inf), 0, 0.0
+    while turns < repeats or (turns < MOST_REPEATS and spent < ENOUGH * len(names)):
+        for name in names:
             timing = decode(name)
             if timing.tokens < fewest:
-                return False
+                return None
             least[name] = min(least[name], timing.decode_s / timing.tokens)
-        return True
-
-    if not take_turns(least, REPEATS):
-        return None
-    slow = [name for name in least if HOPELESS * least[name] <= least[PLAIN] < SLOWEST * least[name]]
-    if slow:
-        take_turns([PLAIN, *slow], CONFIRMED)
+            spent += timing.decode_s
+        turns += 1
     return least
 
 
@@ -292,13 +302,13 @@ def measure_token_cost(
     if platform_of(mesh) != "cpu":
         return None
     settings: dict[str, Any] = {"drafter": PLAIN, "mesh": mesh, "chat": chat, "max_new_tokens": max_new_tokens}
-    widths: tuple[bool | int, ...] = (False, *PRICED_WIDTHS)
-    least = dict.fromkeys(widths, math.inf)
-    for width in widths * REPEATS:  # take turns
-        timing = generate(target, [prompts[0]], width_matched=width, verbose=False, **settings).timing
-        if timing.tokens < FEWEST_TOKENS:
-            return None
-        least[width] = min(least[width], timing.decode_s / timing.tokens)
+
+    def decode(width: bool | int) -> Timing:
+        return generate(target, [prompts[0]], width_matched=width, verbose=False, **settings).timing
+
+    least = _take_turns(decode, (False, *PRICED_WIDTHS), FEWEST_TOKENS)
+    if least is None:
+        return None
     few, many = (least[width] / least[False] for width in PRICED_WIDTHS)
     each = (few - 1) / (PRICED_WIDTHS[0] - 1)
     return TokenCost(min(max(each, 0.0), 1.0), max(PRICED_WIDTHS[1] / many, 1.0))

@@ -1098,8 +1098,8 @@ MUTANTS = (
         "auto-refuses-what-was-disturbed",
         "a drafter is refused that was slow on a prompt once, when the machine did other work",
         "tuning/auto.py",
-        "    if slow:\n        take_turns([PLAIN, *slow], CONFIRMED)\n",
-        "",
+        "fewest, CONFIRMED) if slow else None",
+        "fewest, CONFIRMED) if False else None",
         ("tests/tuning/test_auto.py::test_a_prompt_that_seems_slow_is_timed_again",),
     ),
     Mutant(

@@ -157,6 +157,19 @@ def test_a_prompt_that_seems_slow_is_timed_again(clock):
     assert clock.calls.count("recycling") == 3 * auto.REPEATS
 
 
+@pytest.mark.parametrize(("seconds", "turns"), [(1.0, 2), (0.5, 2), (0.21, 5), (0.1, 8)])
+def test_what_takes_little_time_is_timed_more_often(seconds, turns):
+    """Because its times are noisier: two to eight times, until each drafter has decoded for a second on average."""
+    calls: list[str] = []
+
+    def decode(name: str) -> Timing:
+        calls.append(name)
+        return Timing(0.0, 0.0, seconds, 40)
+
+    assert auto._take_turns(decode, ["a", "b"], 8) == {"a": seconds / 40, "b": seconds / 40}
+    assert calls == ["a", "b"] * turns
+
+
 def test_the_slow_are_not_run_to_the_end(clock):
     """What is below 0.6 of the fastest ends; plain decoding is always run."""
     clock.seconds |= {"none": [1, 1, 1], "prompt-lookup": [0.5, 0.5, 0.5], "recycling": [0.9, 0.1, 0.1]}
