@@ -592,10 +592,12 @@ def heads(values: Values) -> str:
 
 def torch_step(values: Values) -> str:
     kind = {"medusa": "Medusa heads", "eagle3": "EAGLE-3 head", "jetspec": "JetSpec head"}[values["kind"]]
+    (peer,) = values["ms"].keys() - {"jaxspec"}
     row = [f"{kind}, {values['heads']} tokens deep, {values['drafted']} of {values['vocab']} tokens",
-           f"{values['rows']} x {values['tokens']}", *(f"{values['ms'][name]:.0f}" for name in ("jaxspec", "torch")),
+           f"{values['rows']} x {values['tokens']}", *(f"{values['ms'][name]:.0f}" for name in ("jaxspec", peer)),
            f"{values['ratio']:.2f}"]  # fmt: skip
-    return table(["a training step, float32", "rows x tokens", "jaxspec, ms", "torch, ms", "torch / jaxspec"], [row])
+    headings = ["a training step, float32", "rows x tokens", "jaxspec, ms", f"{peer}, ms", f"{peer} / jaxspec"]
+    return table(headings, [row])
 
 
 def tree_name(spec: str) -> str:

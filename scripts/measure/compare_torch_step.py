@@ -225,11 +225,14 @@ def torch_stepper(parameters: list, compute: Any, settings: TrainSettings):
     return step
 
 
-def jax_stepper(features, tokens, table, drafted: int, trainee: Trainee, params: Any, settings: TrainSettings):
-    """Returns a function that takes a step in jaxspec and returns its loss."""
+def jax_stepper(
+    features, tokens, table, drafted: int, trainee: Trainee, params: Any, settings: TrainSettings, mask: Any = None
+):
+    """Returns a function that takes a step in jaxspec and returns its loss; no mask: every token has a loss."""
     state = init_state(settings, trainee, Trainable(params))
     ones = np.ones_like(tokens)
-    batch = losses.Batch(*(jnp.asarray(a)[None] for a in (tokens, ones, ones.astype(bool), features)))
+    mask = ones.astype(bool) if mask is None else mask
+    batch = losses.Batch(*(jnp.asarray(a)[None] for a in (tokens, ones, mask, features)))
     index = jnp.arange(len(table))
     index = None if drafted == len(table) else jnp.where(index < drafted, index, -1)
     frozen = losses.FrozenTarget(jnp.asarray(table[:drafted]), None, jnp.asarray(table), index)
