@@ -14,7 +14,6 @@ import argparse
 import importlib.metadata
 import statistics
 import sys
-import time
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.train.eagle import EagleTrainee
 from jaxspec.train.eagle_settings import Eagle3Settings
 from jaxspec.train.settings import TrainSettings
-from scripts.measure.compare_torch_step import TAPS, jax_stepper, torch_stepper
+from scripts.measure.compare_torch_step import TAPS, jax_stepper, take_turns, torch_stepper
 
 WITHOUT_LOSS = 8
 """The number of first tokens of each text without a loss: at least the steps of training-time test, and two."""
@@ -143,15 +142,7 @@ def main() -> int:
         "jaxspec": jax_stepper(features, tokens, table, args.drafted, trainee, params, settings, jnp.asarray(mask)),
         "speculators": peer_stepper(peer, features, tokens, mask, args.heads, settings),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steppers}
-    values: dict[str, list[float]] = {name: [] for name in steppers}
-    for turn in range(args.repeats + 1):
-        for name, step in steppers.items():
-            began = time.perf_counter()
-            values[name].append(step())
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
-    apart = max(abs(a - b) / b for a, b in zip(*values.values()))
+    seconds, _, apart = take_turns(steppers, args.repeats)
     ratio = statistics.median(b / a for a, b in zip(*seconds.values()))
     took = {name: round_significant(statistics.median(each) * 1e3) for name, each in seconds.items()}
     print(f"{took} ms a step; speculators / jaxspec: {ratio:.2f}; losses differ by {apart:.1e} at most")

@@ -279,6 +279,19 @@ def make_steppers(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def take_turns(steppers: dict[str, Any], repeats: int) -> tuple[dict[str, list[float]], dict[str, list[float]], float]:
+    """Returns the seconds of steps after the first, the losses of all steps, and their largest relative difference."""
+    seconds: dict[str, list[float]] = {name: [] for name in steppers}
+    values: dict[str, list[float]] = {name: [] for name in steppers}
+    for turn in range(repeats + 1):
+        for name, step in steppers.items():
+            began = time.perf_counter()
+            values[name].append(step())
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds, values, max(abs(a - b) / b for a, b in zip(*values.values()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", nargs="?", choices=("medusa", "eagle3", "jetspec"), default="medusa")
@@ -291,15 +304,7 @@ def main() -> int:
     if args.kind == "medusa" and args.drafted != args.vocab:
         parser.error(f"--drafted must be --vocab ({args.vocab}) for Medusa heads, got {args.drafted}")
     steppers = make_steppers(args)
-    seconds: dict[str, list[float]] = {name: [] for name in steppers}
-    values: dict[str, list[float]] = {name: [] for name in steppers}
-    for turn in range(args.repeats + 1):
-        for name, step in steppers.items():
-            began = time.perf_counter()
-            values[name].append(step())
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
-    apart = max(abs(a - b) / b for a, b in zip(*values.values()))
+    seconds, values, apart = take_turns(steppers, args.repeats)
     positions = args.rows * args.tokens
     print(
         f"jax {jax.__version__}, torch {torch.__version__}, {jax.default_backend()}, {torch.get_num_threads()} threads"
