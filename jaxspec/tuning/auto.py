@@ -56,7 +56,7 @@ REPEATS = 2
 MOST_REPEATS = 8
 """The largest number of times that a batch is decoded by a drafter because it takes little time."""
 ENOUGH = 1.0
-"""The seconds per drafter after which a batch is not decoded more often than `REPEATS`."""
+"""A batch is decoded more often than `REPEATS` until each drafter has decoded for this many seconds, on average."""
 CONFIRMED = 3
 """The number of further times that a batch is decoded by a drafter that seems too slow for it: speeds are noisy."""
 HOPELESS = 0.6

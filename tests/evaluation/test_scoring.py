@@ -44,6 +44,14 @@ def test_a_score_is_the_sum_of_the_log_probabilities_of_decoding(target):
         assert result.logprob == pytest.approx(by_hand(target, continuation), abs=1e-4, rel=1e-6)
 
 
+def test_log_probabilities_are_added_in_float64(target, monkeypatch):
+    """The sum of this text is no number of float32."""
+    logprobs = np.array([[-(2.0**24), *[-1.0] * 9]], np.float32)
+    monkeypatch.setattr(scoring, "_score", lambda *given: (logprobs, np.array([False])))
+    (result,) = score(target, [Continuation([1, 2, 3], 1)])
+    assert result.logprob == -(2.0**24) - 9
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_scores_do_not_depend_on_the_batch(target, batch):
     continuations = random_continuations(target.lm.vocab)
